@@ -1,0 +1,1 @@
+"""Compiled programs as artifacts: built once, named by their inputs, verified, loaded without a compiler."""

@@ -1,0 +1,1 @@
+"""The trainer: everything that knows what a DFlash drafter is."""
