@@ -1,0 +1,42 @@
+# Every target sets itself up on a fresh clone: it makes .venv, installs torch first, then this project.
+# VENV=path (or an active virtual environment) is used exactly as it is; nothing is installed into it.
+
+ifdef VENV
+else ifdef VIRTUAL_ENV
+VENV := $(VIRTUAL_ENV)
+else
+VENV := .venv
+SETUP := .venv/.ready
+endif
+BIN := $(abspath $(VENV))/bin
+WORKERS ?= 2
+# Test workers share the cores; a compiler or a step then times the same alone and in company.
+export PATH := $(BIN):$(PATH)
+
+.PHONY: setup demo test test-long check bench golden
+
+setup: $(SETUP)
+
+.venv/.ready: pyproject.toml scripts/setup.sh
+	scripts/setup.sh .venv
+	@touch $@
+
+demo: $(SETUP)  ## the whole product on a real model and real text, at most 15 minutes on 2 cores
+	scripts/demo/run.sh
+
+test: $(SETUP)  ## at most 20 minutes on 2 cores
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not long and not gpu"
+
+test-long: $(SETUP)  ## the full numbers
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not gpu"
+
+check: $(SETUP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+
+bench: $(SETUP)
+	$(BIN)/python scripts/bench/cpu.py
+
+golden: $(SETUP)  ## writes artifacts/golden/<torch minor>/; the only way they change
+	$(BIN)/python scripts/golden.py
