@@ -22,7 +22,7 @@ setup: $(SETUP)
 	@touch $@
 
 demo: $(SETUP)  ## the whole product on a real model and real text, at most 15 minutes on 2 cores
-	scripts/demo/run.sh
+	$(BIN)/python scripts/demo/run.py
 
 test: $(SETUP)  ## at most 20 minutes on 2 cores
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not long and not gpu"

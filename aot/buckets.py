@@ -5,7 +5,7 @@ The largest bucket is always part of a set, so that every micro-batch the packer
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from aot.errors import ConfigError
@@ -67,3 +67,41 @@ def choose(buckets: Iterable[Bucket], tokens: int, anchors: int) -> Bucket | Non
     """Return the cheapest bucket that holds the micro-batch: fewest tokens plus anchors, or None."""
     fitting = [bucket for bucket in buckets if bucket.holds(tokens, anchors)]
     return min(fitting, key=lambda b: (b.tokens * b.anchors, b.tokens, b.anchors)) if fitting else None
+
+
+def auto_buckets(
+    sizes: Mapping[tuple[int, int], int], count: int, largest: Bucket, check: Callable[[Bucket], None]
+) -> tuple[Bucket, ...]:
+    """Return at most `count` buckets: quantiles of the micro-batches by tokens, and the largest.
+
+    The i-th bucket holds the smallest i/count of the micro-batches ({(tokens, anchors): number}). Tokens are
+    rounded up to TOKEN_MULTIPLE, anchors to the next number that `check` accepts (it raises ConfigError
+    otherwise). Raises ConfigError if a micro-batch does not fit the largest bucket.
+    """
+    ordered = sorted(sizes.items())
+    for (tokens, anchors), _ in ordered:
+        if not largest.holds(tokens, anchors):
+            raise ConfigError(
+                f"a micro-batch of {tokens} tokens and {anchors} anchors does not fit {largest}"
+            )
+    total = sum(sizes.values())
+    buckets, seen, anchors = {largest}, 0, 1
+    for (tokens, size_anchors), number in ordered:
+        before, seen, anchors = seen, seen + number, max(anchors, size_anchors)
+        # A quantile i/count falls among these micro-batches; the last of them is what the largest bucket is
+        # for.
+        if seen < total and before * count // total != seen * count // total:
+            buckets.add(_rounded(tokens, anchors, largest, check))
+    return tuple(sorted(buckets))
+
+
+def _rounded(tokens: int, anchors: int, largest: Bucket, check: Callable[[Bucket], None]) -> Bucket:
+    tokens = min(-(-tokens // TOKEN_MULTIPLE) * TOKEN_MULTIPLE, largest.tokens)
+    for wider in range(anchors, largest.anchors):
+        bucket = Bucket(tokens, wider)
+        try:
+            check(bucket)
+        except ConfigError:
+            continue
+        return bucket
+    return Bucket(tokens, largest.anchors)

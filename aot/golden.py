@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import difflib
 import json
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import zstandard
 
 from aot.fingerprint import Fingerprint
-from aot.manifest import canonical_json
+from aot.manifest import KeyInputs, canonical_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,16 +27,27 @@ MAX_SHOWN_LINES = 40
 
 
 def fixture_fingerprint() -> Fingerprint:
-    """One made-up environment, so that keys compare across machines."""
-    return Fingerprint(**{field.name: f"fixture-{field.name}" for field in fields(Fingerprint)})
+    """One made-up environment, so that keys compare across machines.
+
+    Of the real one it keeps torch's minor version, which decides what compile options exist.
+    """
+    import torch
+
+    made_up = {field.name: f"fixture-{field.name}" for field in fields(Fingerprint)}
+    return Fingerprint(**made_up | {"torch_version": torch_minor(torch.__version__)})
+
+
+def torch_minor(version: str) -> str:
+    """Return `2.13` of `2.13.0+cpu`: graphs differ between minors."""
+    return ".".join(version.split(".")[:2])
 
 
 @dataclass(frozen=True)
 class GoldenRecord:
-    """`key_inputs` is JSON as `aot.manifest.KeyInputs` writes it; `graph` the canonical lines of the traced graph."""
+    """`graph` holds the canonical lines of the traced graph."""
 
     key: str
-    key_inputs: dict[str, Any]
+    key_inputs: KeyInputs
     graph_hash: str
     graph: tuple[str, ...]
 
@@ -48,58 +59,33 @@ class GoldenRecord:
 
         exported = trace(program, bucket, device_type="cpu")
         inputs = key_inputs(program, bucket, fixture_fingerprint())
-        return cls(
-            key=inputs.key(),
-            key_inputs=json.loads(canonical_json(asdict(inputs))),
-            graph_hash=graph_hash(exported),
-            graph=tuple(graph_lines(exported)),
-        )
+        return cls(inputs.key(), inputs, graph_hash(exported), tuple(graph_lines(exported)))
 
     def save(self, folder: Path, name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        record = {"graph_hash": self.graph_hash, "key": self.key, "key_inputs": self.key_inputs}
-        (folder / f"{name}.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", "utf-8")
+        record = {"graph_hash": self.graph_hash, "key": self.key, "key_inputs": self.key_inputs.as_json()}
+        (folder / f"{name}.json").write_bytes(canonical_json(record) + b"\n")
         lines = "\n".join(self.graph).encode()
         (folder / f"{name}.graph.zst").write_bytes(zstandard.ZstdCompressor(level=19).compress(lines))
 
     @classmethod
     def load(cls, folder: Path, name: str) -> GoldenRecord:
-        """Raise FileNotFoundError where no golden was written: a missing golden is a failure, never a skip."""
-        record = json.loads((folder / f"{name}.json").read_text("utf-8"))
+        """Raise FileNotFoundError where none was written: a missing golden is a failure, not a skip."""
+        record = json.loads((folder / f"{name}.json").read_bytes())
         lines = zstandard.ZstdDecompressor().decompress((folder / f"{name}.graph.zst").read_bytes())
-        return cls(**record, graph=tuple(lines.decode().split("\n")))
+        inputs = KeyInputs.from_json(record["key_inputs"])
+        return cls(record["key"], inputs, record["graph_hash"], tuple(lines.decode().split("\n")))
 
     def differences(self, found: GoldenRecord) -> list[str]:
-        """Say what changed since this record: key inputs field by field, then the first lines of the graph's diff."""
-        report = [
-            f"{path}: {_shown(before)} -> {_shown(after)}"
-            for path, before, after in _changed("", self.key_inputs, found.key_inputs)
-        ]
+        """Say what changed: key inputs field by field, then the first lines of the graph's diff."""
+        changed = self.key_inputs.differences(found.key_inputs, at_load=False)
+        report = [str(difference) for difference in changed]
         if self.graph_hash != found.graph_hash:
-            diff = list(difflib.unified_diff(self.graph, found.graph, "golden", "now", lineterm="", n=0))
-            report.append(f"graph: {self.graph_hash[:16]} -> {found.graph_hash[:16]}")
+            diff = list(difflib.unified_diff(self.graph, found.graph, "golden", "found", lineterm="", n=0))
+            report.append(f"graph: expected {self.graph_hash[:12]}, found {found.graph_hash[:12]}")
             report += diff[:MAX_SHOWN_LINES]
             if len(diff) > MAX_SHOWN_LINES:
                 report.append(f"... and {len(diff) - MAX_SHOWN_LINES} more lines")
-        if not report and self.key != found.key:
-            report.append(f"key: {self.key} -> {found.key}")
+        if self.key != found.key and not report:
+            report.append(f"key: expected {self.key}, found {found.key}")
         return report
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True)
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
-def _changed(path: str, before: Any, after: Any) -> list[tuple[str, Any, Any]]:
-    if before == after:
-        return []
-    if isinstance(before, dict) and isinstance(after, dict):
-        keys = sorted({*before, *after})
-        return [c for key in keys for c in _changed(f"{path}.{key}".lstrip("."), before.get(key), after.get(key))]
-    if isinstance(before, list) and isinstance(after, list):
-        if len(before) == len(after):
-            pairs = enumerate(zip(before, after, strict=True))
-            return [c for i, (a, b) in pairs for c in _changed(f"{path}[{i}]", a, b)]
-        return [(f"{path} (length)", len(before), len(after))]
-    return [(path, before, after)]

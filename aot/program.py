@@ -85,7 +85,7 @@ class Program(ABC):
 
     @abstractmethod
     def function(self, bucket: Bucket) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """The function to trace: positional tensors in the order of the inputs, a tuple in that of the outputs."""
+        """The function to trace: tensors in the order of the inputs, a tuple in that of the outputs."""
 
     @abstractmethod
     def example_inputs(self, bucket: Bucket, seed: int, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -95,7 +95,7 @@ class Program(ABC):
     def reference(self, bucket: Bucket, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The naive twin in float64 on the same inputs, for `verify --level numerics`."""
 
-    def check_bucket(self, bucket: Bucket) -> None:
+    def check_bucket(self, bucket: Bucket) -> None:  # noqa: B027 - most programs take every bucket
         """Raise ConfigError if the program has no form at this bucket."""
 
 

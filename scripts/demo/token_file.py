@@ -1,4 +1,4 @@
-"""The compact token file of the demonstration: conversations as token ids and loss masks, zstd over safetensors.
+"""The token file of the demonstration: conversations as token ids and loss masks, zstd over safetensors.
 
 Tensors: `input_ids` uint16 [N] of all documents end to end, `lengths` uint16 [D], `loss_bits` uint8 (the loss
 mask of all N tokens, packed). Metadata: `ids` (JSON list of D conversation ids) and `provenance` (JSON).

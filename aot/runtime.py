@@ -1,0 +1,279 @@
+"""From a store to callable artifacts, without a compiler and without trusting a byte.
+
+`resolve` finds the artifact that was built from equal inputs; `prepare` verifies every artifact of a run
+(path, owner, mode, size, digests, archive members), writes private digest-named copies and tries each new
+one in a child process; `PreparedArtifact.load` makes a `LoadedArtifact`, which belongs to one thread and
+checks every input of every call. Nothing here imports torch's compilers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aot.archive import MODEL_NAME, check_archive
+from aot.calls import CallCheck, InputMismatch
+from aot.canary import CHECK_INPUTS_VARIABLE, Trial, try_packages
+from aot.errors import CorruptArtifact, MissingArtifact, StaleArtifact, UntrustedArtifact, UserError
+from aot.fingerprint import Fingerprint
+from aot.store import Store, default_store_root
+from aot.trace import key_inputs
+from aot.trust import check_trusted_folder, open_trusted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import torch
+
+    from aot.buckets import Bucket
+    from aot.manifest import Difference, Manifest
+    from aot.program import CallSpec, Program
+
+PRIVATE_VARIABLE = "DFLASH_AOT_PRIVATE_DIR"
+MAX_SHOWN_DIFFERENCES = 6
+
+Need = tuple["Program", "Bucket"]
+
+
+def build_command(run: str, buckets: Sequence[Bucket], store: Store) -> str:
+    """The command that builds what is missing. `run` is the run file with its flags, as typed."""
+    where = "" if store.root == Store(default_store_root()).root else f" --store {store.root}"
+    return f"dflash-aot build {run} --buckets {','.join(map(str, sorted(set(buckets))))}{where}"
+
+
+def resolve(
+    store: Store, program: Program, bucket: Bucket, fingerprint: Fingerprint, run: str = "RUN"
+) -> Manifest:
+    """Return the manifest of the artifact whose inputs equal the program's here and now.
+
+    Raises MissingArtifact if the store has none for the program and bucket, StaleArtifact naming each field
+    that differs from the nearest one.
+    """
+    hint = f"`{build_command(run, [bucket], store)}`"
+    with _rebuilt_by(hint):
+        candidates = store.manifests(program.name, bucket)
+    if not candidates:
+        raise MissingArtifact(f"{program.name} {bucket}: no artifact in '{store.root}'", hint)
+    wanted = key_inputs(program, bucket, fingerprint)
+    ranked = sorted(
+        ((wanted.differences(manifest.key_inputs), manifest) for manifest in candidates),
+        key=lambda pair: (len(pair[0]), pair[1].key),
+    )
+    differences, nearest = ranked[0]
+    if differences:
+        raise StaleArtifact(f"{program.name} {bucket}: the artifact is stale: {shown(differences)}", hint)
+    return nearest
+
+
+@contextlib.contextmanager
+def _rebuilt_by(command: str) -> Iterator[None]:
+    """Give a corrupt artifact the command that builds this run's again."""
+    try:
+        yield
+    except CorruptArtifact as error:
+        raise CorruptArtifact(error.message, command) from None
+
+
+def shown(differences: Sequence[Difference]) -> str:
+    """The first few differences on one line."""
+    more = len(differences) - MAX_SHOWN_DIFFERENCES
+    listed = "; ".join(map(str, differences[:MAX_SHOWN_DIFFERENCES]))
+    return listed + (f"; and {more} more" if more > 0 else "")
+
+
+def resolve_all(
+    store: Store, needs: Sequence[Need], fingerprints: Callable[[str], Fingerprint], run: str = "RUN"
+) -> dict[tuple[str, Bucket], Manifest]:
+    """Resolve every need, or raise one error that names what is missing or stale and the command to run."""
+    found: dict[tuple[str, Bucket], Manifest] = {}
+    failures: list[tuple[Bucket, UserError]] = []
+    for program, bucket in needs:
+        try:
+            found[program.name, bucket] = resolve(
+                store, program, bucket, fingerprints(program.device_type), run
+            )
+        except (MissingArtifact, StaleArtifact) as error:
+            failures.append((bucket, error))
+    if len(failures) == 1:
+        raise failures[0][1]
+    if failures:
+        kinds = {type(error) for _, error in failures}
+        raise (kinds.pop() if len(kinds) == 1 else MissingArtifact)(
+            f"{len(failures)} of {len(needs)} artifacts cannot be used: "
+            + "; ".join(error.message for _, error in failures),
+            f"`{build_command(run, [bucket for bucket, _ in failures], store)}`",
+        )
+    return found
+
+
+class Fingerprints:
+    """This machine's fingerprint by device type, probed once each and without running a compiler."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Fingerprint] = {}
+
+    def __call__(self, device_type: str) -> Fingerprint:
+        if device_type not in self._known:
+            self._known[device_type] = Fingerprint.probe(device_type, with_compiler=False)
+        return self._known[device_type]
+
+
+def private_folder(path: Path | None = None) -> Path:
+    """The folder of this user's verified copies; UntrustedArtifact if anybody else may write there.
+
+    `path`, else DFLASH_AOT_PRIVATE_DIR, else `dflash-aot-UID` in the temporary folder.
+    """
+    if path is None:
+        named = os.environ.get(PRIVATE_VARIABLE)
+        path = Path(named) if named else Path(tempfile.gettempdir(), f"dflash-aot-{os.getuid()}")
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        check_trusted_folder(path)
+    except UntrustedArtifact as error:
+        hint = f"name a folder of your own: `export {PRIVATE_VARIABLE}=...`"
+        raise UntrustedArtifact(error.message, hint) from None
+    return path
+
+
+def prepare(
+    store: Store,
+    needs: Sequence[Need],
+    *,
+    run: str = "RUN",
+    device: str | None = None,
+    folder: Path | None = None,
+) -> dict[tuple[str, Bucket], PreparedArtifact]:
+    """Verify every artifact that a run needs and return them by (program name, bucket), ready to load.
+
+    `device` is where CUDA packages are tried (default: the current device); each package is tried once per
+    machine. Raises MissingArtifact or StaleArtifact for what is not there, CorruptArtifact or
+    UntrustedArtifact for what is not as published; nothing has been loaded into this process by then.
+    """
+    os.environ[CHECK_INPUTS_VARIABLE] = "1"
+    fingerprints = Fingerprints()
+    manifests = resolve_all(store, needs, fingerprints, run)
+    private = private_folder(folder)
+    prepared: dict[tuple[str, Bucket], PreparedArtifact] = {}
+    untried: dict[Path, Trial] = {}
+    for program, bucket in needs:
+        manifest = manifests[program.name, bucket]
+        with _rebuilt_by(f"`{build_command(run, [bucket], store)}`"):
+            path = private_copy(store, manifest, private)
+        artifact = PreparedArtifact(program.name, bucket, program.call_spec(bucket), manifest, path)
+        prepared[program.name, bucket] = artifact
+        marker = _marker(artifact.path, fingerprints(program.device_type))
+        if not marker.exists():
+            where = device if device and device.startswith(program.device_type) else program.device_type
+            untried[marker] = Trial(artifact.name, str(artifact.path), artifact.call_spec, where)
+    if untried:
+        try_packages(list(untried.values()))
+        for marker in untried:
+            marker.touch(mode=0o600)
+    return prepared
+
+
+def _marker(path: Path, fingerprint: Fingerprint) -> Path:
+    """The file that says: this package has run on this machine, in this environment."""
+    machine = hashlib.sha256(f"{platform.node()} {fingerprint}".encode()).hexdigest()[:16]
+    return path.with_suffix(f".{machine}.tried")
+
+
+def private_copy(store: Store, manifest: Manifest, private: Path) -> Path:
+    """Verify the stored package and return a private copy of the verified bytes, named by their digest.
+
+    A copy that is there already is used if its bytes are right, and replaced otherwise. The store is
+    verified each time: a run never starts from a store that has gone bad.
+    """
+    package = store.read_package(manifest)
+    check_archive(package, str(manifest))
+    path = private / f"{manifest.package_digest}.pt2"
+    if path.exists():
+        with open_trusted(path) as file:
+            if file.read() == package:
+                return path
+    descriptor, temporary = tempfile.mkstemp(dir=private)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(package)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+@dataclass(frozen=True)
+class PreparedArtifact:
+    """A verified, tried package on this machine. `path` lies in a folder that only this user can write."""
+
+    program: str
+    bucket: Bucket
+    call_spec: CallSpec
+    manifest: Manifest
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return str(self.manifest)
+
+    def load(self, device: torch.device) -> LoadedArtifact:
+        """Load onto `device` for the calling thread; a CUDA device needs its index. Each call is a loader of
+        its own.
+        """
+        return LoadedArtifact(self, device)
+
+
+class LoadedArtifact:
+    """One loader of one package on one device, owned by the thread that made it."""
+
+    def __init__(self, prepared: PreparedArtifact, device: torch.device):
+        import torch
+
+        spec = prepared.call_spec
+        if device.type != spec.device_type or (device.type == "cuda" and device.index is None):
+            raise InputMismatch(
+                f"{prepared.name} runs on {spec.device_type}, not on '{device}'",
+                "name the device with its index, e.g. `cuda:0`" if device.type == "cuda" else None,
+            )
+        self.name, self.call_spec, self.device = prepared.name, spec, device
+        self._owner = threading.current_thread()
+        self._check = CallCheck(prepared.name, spec, device)
+        self._guard = (lambda: torch.cuda.device(device)) if device.type == "cuda" else contextlib.nullcontext
+        self._no_grad = torch.no_grad
+        # Each package's library reads the variable once, at its first call.
+        os.environ[CHECK_INPUTS_VARIABLE] = "1"
+        try:
+            # The constructor sets the current device and leaves it set; the guard puts it back.
+            with self._guard():
+                self._loader = torch._C._aoti.AOTIModelPackageLoader(
+                    str(prepared.path), MODEL_NAME, True, 1, device.index if device.type == "cuda" else -1
+                )
+        except RuntimeError as error:
+            raise CorruptArtifact(
+                f"{prepared.name} does not load: {str(error).strip().splitlines()[0]}",
+                "`dflash-aot doctor` checks this machine, TMPDIR included",
+            ) from error
+
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run once on the current stream of the artifact's device; return the outputs by name.
+
+        Every input is checked first (presence, type, device, dtype, shape, strides; about 1 microsecond
+        each). Raises InputMismatch naming the first wrong input, without making the call; RuntimeError in
+        another thread.
+        """
+        if threading.current_thread() is not self._owner:
+            raise RuntimeError(
+                f"{self.name} was loaded by thread '{self._owner.name}' and called by "
+                f"'{threading.current_thread().name}': each worker loads its own"
+            )
+        tensors = self._check(inputs)
+        with self._guard(), self._no_grad():
+            outputs = self._loader.run(tensors)
+        return dict(zip(self.call_spec.output_names, outputs, strict=True))

@@ -1,0 +1,127 @@
+"""The loss over supervised block slots, in chunks of anchors, so that no Q x V tensor ever exists whole.
+
+    loss = (1 - kl_weight) * CE + kl_weight * temperature^2 * KL + cap_weight * CAP
+
+KL is from the target to the drafter, both at temperature. Each term is a sum over supervised slots, weighted
+per slot. S = B - 1 slots of a block carry loss: slot 0 is the anchor itself. CAP is the entropy of the slots
+whose argmax is right: it rewards confidence where it is earned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dflash.drafter.model import at_least_float32
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from dflash.config import LossConfig
+
+# Each chunk is one more copy of the loss in the graph: more chunks compile for longer.
+MAX_CHUNKS = 16
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What slots 1..B-1 of each anchor are trained on."""
+
+    label_AS: Tensor
+    supervised_AS: Tensor
+    teacher_index_AS: Tensor
+
+    def rows(self, chunk: slice) -> Slots:
+        return Slots(self.label_AS[chunk], self.supervised_AS[chunk], self.teacher_index_AS[chunk])
+
+
+@dataclass(frozen=True)
+class BlockLoss:
+    """Weighted sums (0-d) and unweighted values per slot [A, S], zero where a slot is not supervised."""
+
+    loss: Tensor
+    ce: Tensor
+    kl: Tensor
+    cap: Tensor
+    slot_ce_AS: Tensor
+    correct_AS: Tensor
+
+
+def slots(batch: Mapping[str, Tensor], block_size: int) -> Slots:
+    """Slot k of the anchor at index a has label `input_ids[a+k]`; its teacher is the target's state at a+k-1.
+
+    A slot is supervised if its anchor is valid, and its token is in the anchor's document and in `loss_mask`.
+    """
+    last = batch["input_ids"].shape[0] - 1
+    anchor_A1 = batch["anchors"].long()[:, None]
+    unclamped_AS = anchor_A1 + torch.arange(1, block_size, device=anchor_A1.device)
+    index_AS = unclamped_AS.clamp(max=last)
+    same_document_AS = (unclamped_AS <= last) & (batch["doc_ids"][index_AS] == batch["doc_ids"][anchor_A1])
+    return Slots(
+        label_AS=batch["input_ids"][index_AS],
+        supervised_AS=same_document_AS & batch["loss_mask"][index_AS] & batch["anchor_valid"][:, None],
+        teacher_index_AS=(unclamped_AS - 1).clamp(max=last),
+    )
+
+
+def chunks(anchors: int, slots_per_anchor: int, max_rows: int) -> Iterator[slice]:
+    """Cut the anchors into equal runs of at most `max_rows` rows of logits, but no more than 16 runs."""
+    wanted = -(-anchors * slots_per_anchor // max_rows)
+    size = -(-anchors // min(wanted, MAX_CHUNKS, anchors))
+    for first in range(0, anchors, size):
+        yield slice(first, min(first + size, anchors))
+
+
+def slot_weights(
+    loss: LossConfig, weights: Mapping[str, Tensor], slot_ce_AS: Tensor, supervised_AS: Tensor
+) -> Tensor:
+    """Return the weight of each slot [A, S], 0 where it is not supervised.
+
+    D-PACE weighs slot k by how far the block is likely to be accepted from there on: the sum over supervised
+    m >= k of the product of the smoothed confidences of supervised slots 1..m. It carries no gradient.
+    """
+    if loss.weighting == "gamma":
+        return torch.where(supervised_AS, weights["slot_weights"], 0.0)
+    alpha = weights["dpace_alpha"]
+    confidence_AS = (1 - alpha) * torch.exp(-slot_ce_AS.detach()) + alpha
+    accepted_AS = torch.where(supervised_AS, confidence_AS, 1.0).cumprod(-1)
+    reach_AS = torch.where(supervised_AS, accepted_AS, 0.0)
+    return torch.where(supervised_AS, reach_AS.flip(-1).cumsum(-1).flip(-1), 0.0)
+
+
+def block_loss(
+    config: LossConfig,
+    hidden_ASH: Tensor,
+    teacher_hidden_TH: Tensor,
+    lm_head_VH: Tensor,
+    slots: Slots,
+    weights: Mapping[str, Tensor],
+) -> BlockLoss:
+    """Return the loss of a chunk of anchors from the drafter's normed hidden states of slots 1..B-1."""
+    temperature = weights["temperature"]
+    logits_ASV = at_least_float32(F.linear(hidden_ASH, lm_head_VH))
+    teacher_ASV = at_least_float32(F.linear(teacher_hidden_TH[slots.teacher_index_AS], lm_head_VH)).detach()
+    log_p_ASV = F.log_softmax(logits_ASV, dim=-1)
+    log_q_ASV = F.log_softmax(logits_ASV / temperature, dim=-1)
+    log_target_ASV = F.log_softmax(teacher_ASV / temperature, dim=-1)
+
+    nll_R = F.nll_loss(log_p_ASV.flatten(0, 1), slots.label_AS.flatten(), reduction="none")
+    ce_AS = torch.where(slots.supervised_AS, nll_R.view_as(slots.label_AS), 0.0)
+    kl_AS = (log_target_ASV.exp() * (log_target_ASV - log_q_ASV)).sum(-1)
+    entropy_AS = -(log_p_ASV.exp() * log_p_ASV).sum(-1)
+    correct_AS = (logits_ASV.argmax(-1) == slots.label_AS) & slots.supervised_AS
+
+    weight_AS = slot_weights(config, weights, ce_AS, slots.supervised_AS)
+    ce = (weight_AS * ce_AS).sum()
+    kl = (weight_AS * kl_AS).sum()
+    cap = (torch.where(correct_AS, weight_AS, 0.0) * entropy_AS).sum()
+    loss = (
+        (1 - weights["kl_weight"]) * ce
+        + weights["kl_weight"] * temperature**2 * kl
+        + weights["cap_weight"] * cap
+    )
+    return BlockLoss(loss, ce, kl, cap, ce_AS, correct_AS)

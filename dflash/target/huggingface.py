@@ -1,0 +1,238 @@
+"""A frozen Hugging Face causal LM as the source of context features.
+
+Features are the residual stream after the feature layers, taken by hooks on those layers; the teacher is the
+output of the final norm. `lm_head` never runs over the context. Batches are right-padded without an attention
+mask: with causal attention, and with linear attention alike, what lies right of a token cannot change it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import threading
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aot.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import Cache, PreTrainedModel
+
+    from dflash.config import DrafterConfig, TargetConfig
+
+FINAL_NORM = -1
+HASHED_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
+#: How far logits may be from lm_head(final norm), relative to the largest: rounding of one matrix product.
+HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+
+@dataclass
+class HuggingFaceTarget:
+    """One model on one device. `features` and `extend` may be called from several threads at once."""
+
+    model: PreTrainedModel
+    layer_ids: tuple[int, ...]
+    device: torch.device
+    folder: Path | None = None
+    _captured: threading.local = field(default_factory=threading.local, repr=False)
+
+    @classmethod
+    def load(cls, config: TargetConfig, layer_ids: Sequence[int], device: torch.device) -> HuggingFaceTarget:
+        """Load the model of `config` in its dtype, frozen, onto `device`.
+
+        Raises ConfigError when it cannot be found or read, or is no plain causal LM.
+        """
+        from transformers import AutoModelForCausalLM
+
+        if not config.model:
+            raise ConfigError(
+                "target.model is empty", "name a folder or a hub model: `--set target.model=NAME`"
+            )
+        dtype = getattr(torch, config.dtype)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"target.model '{config.model}' cannot be loaded: {str(error).splitlines()[0]}",
+                "name a folder with config.json and safetensors, or a hub model that is downloaded",
+            ) from None
+        return cls(model.to(device), tuple(layer_ids), device, _local_folder(config.model))
+
+    def __post_init__(self) -> None:
+        self.model.eval().requires_grad_(False)
+        decoder = self._decoder
+        if any(not 0 <= i < len(decoder.layers) for i in self.layer_ids):
+            raise ConfigError(
+                f"feature layers {list(self.layer_ids)}: the target has {len(decoder.layers)} layers",
+                "drafter.target_layer_ids counts from 0",
+            )
+        for i in self.layer_ids:
+            decoder.layers[i].register_forward_hook(self._hook(i))
+        decoder.norm.register_forward_hook(self._hook(FINAL_NORM))
+        self._check_head()
+
+    @property
+    def _decoder(self) -> Any:
+        """The stack of decoder layers of a text model, or of the text part of a multimodal one."""
+        decoder = self.model.get_decoder()
+        decoder = getattr(decoder, "language_model", decoder)
+        if not hasattr(decoder, "layers") or not hasattr(decoder, "norm"):
+            raise ConfigError(
+                f"target {type(self.model).__name__} has no `layers` and `norm` to take features from",
+                "use a decoder-only causal LM",
+            )
+        return decoder
+
+    @property
+    def embed_tokens(self) -> Tensor:
+        """The frozen embedding [V, H]."""
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def lm_head(self) -> Tensor:
+        """The frozen output matrix [V, H]; logits are final hidden states times its transpose."""
+        return self.model.get_output_embeddings().weight
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._decoder.layers)
+
+    @cached_property
+    def model_hash(self) -> str:
+        """SHA-256 over configuration and weights on disk; over the tensors of a model made in memory."""
+        digest = hashlib.sha256()
+        if self.folder is None:
+            for name, tensor in sorted(self.model.state_dict().items()):
+                digest.update(name.encode())
+                digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+            return digest.hexdigest()
+        for path in sorted(path for pattern in HASHED_FILES for path in self.folder.glob(pattern)):
+            digest.update(f"{path.name} {_file_digest(path)}\n".encode())
+        return digest.hexdigest()
+
+    def check(self, drafter: DrafterConfig) -> None:
+        """Raise ConfigError naming every way in which the drafter's shape is not this target's."""
+        vocab_size, hidden_size = self.embed_tokens.shape
+        pairs = {
+            "hidden_size": (drafter.hidden_size, hidden_size),
+            "vocab_size": (drafter.vocab_size, vocab_size),
+            "num_target_layers": (drafter.num_target_layers, self.num_layers),
+            "target_layer_ids": (drafter.target_layer_ids, self.layer_ids),
+        }
+        wrong = [
+            f"drafter.{key} is {ours}, the target has {its}"
+            for key, (ours, its) in pairs.items()
+            if ours != its
+        ]
+        if wrong:
+            raise ConfigError(
+                f"the drafter does not fit its target: {'; '.join(wrong)}",
+                "set these keys to the target's values and build again",
+            )
+
+    @torch.no_grad()
+    def features(self, documents: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Run whole documents; return (features [length, n*H], final hidden [length, H]) of each.
+
+        `documents` are int64 [length] token ids on any device. Results lie on the target's device, without
+        padding, document after document in one buffer each.
+        """
+        lengths = [len(document) for document in documents]
+        padded_NL = torch.nn.utils.rnn.pad_sequence([d.to(self.device) for d in documents], batch_first=True)
+        captured = self._forward(padded_NL)
+        length_N1 = torch.tensor(lengths, device=self.device)[:, None]
+        real_NL = torch.arange(padded_NL.shape[1], device=self.device) < length_N1
+        features_SF = torch.cat([captured[i][real_NL] for i in self.layer_ids], dim=-1)
+        hidden_SH = captured[FINAL_NORM][real_NL]
+        return list(zip(features_SF.split(lengths), hidden_SH.split(lengths), strict=True))
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a generation."""
+        ids = self.model.generation_config.eos_token_id
+        return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
+
+    def prefill(self, input_ids: Tensor) -> tuple[Cache, Tensor, Tensor]:
+        """Run a prompt int64 [L] into a fresh, rewindable cache; returns it with `extend`'s results."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self.model.config)
+        features_LF, logits_LV = self.extend(input_ids, cache)
+        # From here on each `extend` keeps what a `rewind` needs, also of sliding and linear attention.
+        cache.activate_past_recording()
+        return cache, features_LF, logits_LV
+
+    @staticmethod
+    def rewind(cache: Cache, tokens: int) -> None:
+        """Forget the last `tokens` tokens of the last `extend`; call it after each one, also with 0."""
+        cache.crop(-tokens)
+
+    @torch.no_grad()
+    def extend(self, input_ids: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
+        """Append tokens int64 [L] to one sequence in `cache`; return (features [L, n*H], logits [L, V])."""
+        captured = self._forward(input_ids[None].to(self.device), cache)
+        features_LF = torch.cat([captured[i][0] for i in self.layer_ids], dim=-1)
+        return features_LF, F.linear(captured[FINAL_NORM][0], self.lm_head)
+
+    def _forward(self, input_ids_NL: Tensor, cache: Cache | None = None) -> dict[int, Tensor]:
+        """Run the decoder stack; return what this thread's hooks saw."""
+        self._captured.outputs = {}
+        try:
+            decoder = self._decoder
+            given = {} if cache is None else {_cache_argument(decoder): cache}
+            decoder(input_ids=input_ids_NL, use_cache=cache is not None, **given)
+            return self._captured.outputs
+        finally:
+            self._captured.outputs = None
+
+    def _hook(self, key: int) -> Any:
+        def capture(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            outputs = getattr(self._captured, "outputs", None)
+            if outputs is not None:
+                outputs[key] = output[0] if isinstance(output, tuple) else output
+
+        return capture
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Refuse a target whose logits are more than lm_head(final norm): scaled, capped or biased ones."""
+        probe_1L = torch.arange(min(8, self.embed_tokens.shape[0]), device=self.device)[None]
+        logits = self.model(input_ids=probe_1L, use_cache=False).logits
+        ours = F.linear(self._forward(probe_1L)[FINAL_NORM], self.lm_head)
+        error = (logits - ours).abs().max() / logits.abs().max()
+        if error > HEAD_TOLERANCE.get(logits.dtype, 3e-2):
+            raise ConfigError(
+                f"target {type(self.model).__name__} changes its logits after lm_head (relative {error:.2g})",
+                "a DFlash drafter shares the head as it is; use a target without scaled or capped logits",
+            )
+
+
+def _cache_argument(decoder: torch.nn.Module) -> str:
+    """The key/value cache's argument, which transformers renamed in 5.x."""
+    return "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
+
+
+def _local_folder(model: str) -> Path:
+    """The folder that a model was loaded from: itself, or its snapshot in the hub's cache."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, local_files_only=True))
+
+
+def _file_digest(path: Path) -> str:
+    """SHA-256 of a file; the hub's cache names large files by it, which saves reading them."""
+    name = path.resolve().name
+    if path.is_symlink() and len(name) == hashlib.sha256().digest_size * 2:
+        return name
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

