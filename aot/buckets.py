@@ -72,11 +72,11 @@ def choose(buckets: Iterable[Bucket], tokens: int, anchors: int) -> Bucket | Non
 def auto_buckets(
     sizes: Mapping[tuple[int, int], int], count: int, largest: Bucket, check: Callable[[Bucket], None]
 ) -> tuple[Bucket, ...]:
-    """Return at most `count` buckets: quantiles of the micro-batches by tokens, and the largest.
+    """Return `count` quantiles of the micro-batches by tokens, and the largest bucket; equal ones count once.
 
-    The i-th bucket holds the smallest i/count of the micro-batches ({(tokens, anchors): number}). Tokens are
-    rounded up to TOKEN_MULTIPLE, anchors to the next number that `check` accepts (it raises ConfigError
-    otherwise). Raises ConfigError if a micro-batch does not fit the largest bucket.
+    `sizes` is {(tokens, anchors): number}. The i-th bucket holds the smallest i/count of the micro-batches:
+    its tokens are rounded up to TOKEN_MULTIPLE, its anchors to the next number that `check` accepts (it
+    raises ConfigError otherwise). Raises ConfigError if a micro-batch does not fit the largest bucket.
     """
     ordered = sorted(sizes.items())
     for (tokens, anchors), _ in ordered:
@@ -88,9 +88,8 @@ def auto_buckets(
     buckets, seen, anchors = {largest}, 0, 1
     for (tokens, size_anchors), number in ordered:
         before, seen, anchors = seen, seen + number, max(anchors, size_anchors)
-        # A quantile i/count falls among these micro-batches; the last of them is what the largest bucket is
-        # for.
-        if seen < total and before * count // total != seen * count // total:
+        # A quantile i/count falls among these micro-batches.
+        if before * count // total != seen * count // total:
             buckets.add(_rounded(tokens, anchors, largest, check))
     return tuple(sorted(buckets))
 

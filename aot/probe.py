@@ -70,14 +70,15 @@ def gather() -> Facts:
         python=sys.version_info[:2],
         packages={normalized(d.metadata["Name"] or ""): d.version for d in metadata.distributions()},
         driver=driver_version(),
-        **_compiler_facts(),
+        **compiler_facts(),
         **_torch_facts(),
         **requirement_facts("torch"),
         **_temporary_facts(),
     )
 
 
-def _compiler_facts() -> dict[str, Any]:
+def compiler_facts() -> dict[str, Any]:
+    """The C++ compiler that a build would run, and how it links libstdc++."""
     facts: dict[str, Any] = {"compiler_command": compiler_command()}
     try:
         facts["compiler"] = compiler_version()

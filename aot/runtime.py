@@ -246,7 +246,6 @@ class LoadedArtifact:
         self._owner = threading.current_thread()
         self._check = CallCheck(prepared.name, spec, device)
         self._guard = (lambda: torch.cuda.device(device)) if device.type == "cuda" else contextlib.nullcontext
-        self._no_grad = torch.no_grad
         # Each package's library reads the variable once, at its first call.
         os.environ[CHECK_INPUTS_VARIABLE] = "1"
         try:
@@ -274,6 +273,6 @@ class LoadedArtifact:
                 f"'{threading.current_thread().name}': each worker loads its own"
             )
         tensors = self._check(inputs)
-        with self._guard(), self._no_grad():
+        with self._guard():
             outputs = self._loader.run(tensors)
         return dict(zip(self.call_spec.output_names, outputs, strict=True))

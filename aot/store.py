@@ -191,7 +191,6 @@ def _install(temporary: Path, content: bytes, target: Path) -> None:
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.flush()
-        os.fchmod(file.fileno(), 0o644)
         os.fsync(file.fileno())
     try:
         os.link(temporary, target)
@@ -201,12 +200,11 @@ def _install(temporary: Path, content: bytes, target: Path) -> None:
 
 
 def _make_folders(folder: Path) -> None:
-    """Make a folder and those above it, each durable and writable by its owner alone."""
+    """Make a folder and those above it, each durable and, whatever the umask, writable by its owner alone."""
     if folder.is_dir():
         return
     _make_folders(folder.parent)
     folder.mkdir(mode=0o755, exist_ok=True)
-    folder.chmod(0o755)
     _sync_folder(folder.parent)
 
 

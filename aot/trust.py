@@ -87,7 +87,7 @@ def _check_owner_and_mode(path: Path, status: os.stat_result, sticky_is_fine: bo
             f"{path} belongs to user {status.st_uid}, neither to you nor to root",
             "copy the store into a folder of your own and name it with `--store`",
         )
-    sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+    sticky = status.st_mode & stat.S_ISVTX
     if status.st_mode & OTHERS_WRITE and not (sticky and sticky_is_fine):
         who = "everybody" if status.st_mode & stat.S_IWOTH else f"group {status.st_gid}"
         raise UntrustedArtifact(f"{path} may be written by {who}", f"`chmod go-w '{path}'`")

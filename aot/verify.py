@@ -42,8 +42,8 @@ DEFAULT_LEVELS = ("bytes", "env", "source")
 Status = Literal["ok", "corrupt", "untrusted", "unchecked", "stale"]
 EXIT_BITS: dict[Status, int] = {"ok": 0, "corrupt": 1, "untrusted": 2, "unchecked": 4, "stale": 8}
 
-#: Relative error allowed of each output, by the lowest precision among a program's inputs: TWIN_FACTOR times what
-#: the eager twin itself is off from float64, but no less than the first number and no more than the second.
+#: Relative error allowed of each output, by the lowest precision among a program's inputs: TWIN_FACTOR times
+#: what the eager twin itself is off from float64, but no less than the first number, no more than the second.
 TOLERANCE = {
     "float64": (1e-12, 1e-9),
     "float32": (1e-5, 1e-2),
@@ -138,15 +138,17 @@ def verify_run(
     command = f"`{build_command(run, [bucket for _, bucket in needs], store)}`"
     for program, bucket in needs:
         wanted = key_inputs(program, bucket, fingerprints(program.device_type))
-        candidates = []
+        candidates, unreadable = [], []
         for path in store.manifest_paths(program.name, bucket):
             manifest, bad = _manifest(store, path, command)
             if manifest is None:
-                checks.append(bad)
+                unreadable.append(bad)
             else:
                 candidates.append((wanted.differences(manifest.key_inputs), manifest))
+        checks += unreadable
         if not candidates:
-            checks.append(Check(f"{program.name} {bucket}", "bytes", "unchecked", "no artifact", command))
+            if not unreadable:
+                checks.append(Check(f"{program.name} {bucket}", "bytes", "unchecked", "no artifact", command))
             continue
         differences, manifest = min(candidates, key=lambda pair: (len(pair[0]), pair[1].key))
         session = _Session(store, manifest, command)

@@ -70,6 +70,8 @@ def prepare(
     output = Path(output)
     if output.exists() and not overwrite:
         raise ConfigError(f"'{output}' exists", "add --overwrite, or name another folder")
+    if output.exists() and not (output / REJECTED_NAME).is_file():
+        raise ConfigError(f"'{output}' holds something else than prepared documents", "name another folder")
     if not 0 <= eval_fraction < 1:
         raise ConfigError(f"--eval-fraction {eval_fraction} is not in [0, 1)", "e.g. `--eval-fraction 0.05`")
     if not tokenizer.is_fast:

@@ -171,7 +171,7 @@ class DrafterProgram(Program):
                     for high in (self.config.vocab_size, FREQUENT_TOKENS)
                 )
                 value = torch.where(
-                    torch.rand(spec.shape, generator=generator, device=device) < 0.5, rare, frequent
+                    torch.rand(spec.shape, generator=generator, device=device) < 0.25, rare, frequent
                 )
             else:
                 value = torch.randn(spec.shape, generator=generator, device=device)

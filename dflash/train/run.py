@@ -22,6 +22,7 @@ from aot.errors import EXIT_OK, EXIT_RESUMABLE, ConfigError, UserError
 from dflash.train import provenance
 from dflash.train.checkpoint import folders
 from dflash.train.coordinator import Coordinator
+from dflash.train.devices import make_reproducible
 from dflash.train.drafter_worker import Delivery, DrafterWorker, RoundResult
 from dflash.train.metrics import MetricsLog, Reporter, WandbSink
 from dflash.train.pipeline import Hub, OrderedQueue, RoundGate, Stalled, Stopped, WorkerThread, join_all
@@ -91,6 +92,7 @@ def train(config: RunConfig, store: Store, invocation: Invocation, *, resume: bo
 
     Raises UserError for what the user can mend, RunFailed naming the worker that failed.
     """
+    make_reproducible()
     with Interrupts().installed() as interrupts, locked(Path(config.output.dir)):
         session = Session.open(config, store, invocation, resume)
         if interrupts():

@@ -19,7 +19,7 @@ from dflash.drafter.model import init_parameters
 from dflash.drafter.programs import make_programs, weights
 from dflash.train import checkpoint, provenance
 from dflash.train.coordinator import Progress
-from dflash.train.devices import on, resolve_devices
+from dflash.train.devices import aligned, on, resolve_devices
 from dflash.train.drafter_worker import EagerStep
 from dflash.train.optimizer import Replica
 from dflash.train.plan import EVAL, TRAIN, RunPlan
@@ -114,14 +114,16 @@ def frozen_inputs(
 ) -> dict[torch.device, dict[str, torch.Tensor]]:
     """The inputs that never change, once per device: embedding and head in the drafter's dtype, loss weights."""
     dtype = getattr(torch, config.drafter.dtype)
-    return {
-        device: {
-            "embed_tokens": target.embed_tokens.to(device, dtype).contiguous(),
-            "lm_head": target.lm_head.to(device, dtype).contiguous(),
+    inputs = {}
+    for device in dict.fromkeys(devices):
+        embed_VH = aligned(target.embed_tokens.to(device, dtype))
+        tied = target.lm_head is target.embed_tokens
+        inputs[device] = {
+            "embed_tokens": embed_VH,
+            "lm_head": embed_VH if tied else aligned(target.lm_head.to(device, dtype)),
             **weights(config.loss, config.drafter.block_size, device),
         }
-        for device in dict.fromkeys(devices)
-    }
+    return inputs
 
 
 @dataclass

@@ -158,7 +158,7 @@ def report(
         f"cross-entropy is below the unigram baseline ({baseline:.3f})": after["ce"] < baseline,
         f"tau rose ({before['decode']['tau']:.3f} -> {decoded['tau']:.3f})": decoded["tau"]
         > before["decode"]["tau"],
-        f"another document's features are worse by {worse:.3f} nats, over 3 standard errors ({error:.4f})": worse
+        f"foreign features are worse by {worse:.3f} nats, over 3 standard errors ({error:.4f})": worse
         > 3 * error,
         f"speculative text equals greedy text on {decoded['equal']} of {decoded['prompts']} prompts": decoded[
             "equal"

@@ -50,6 +50,7 @@ def test_a_package_that_crashes_takes_only_the_child_along_and_leaves_nothing(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    monkeypatch.setenv("TMPDIR", str(scratch))
     crash = crashing(package, tmp_path)
     with pytest.raises(CorruptArtifact, match=r"^second: .* killed by SIG"):
         try_packages([trial(package, "first"), trial(crash, "second"), trial(package, "third")])

@@ -119,25 +119,29 @@ def lying_frame(stated: int, content: bytes) -> bytes:
     return bytes(blob)
 
 
+STATES, EXTRA = "does not state the package's size", "unused data"
+
+
 @pytest.mark.parametrize(
-    "blob",
+    ("blob", "message"),
     [
-        pytest.param(frame(PACKAGE) + frame(b"more"), id="two frames"),
-        pytest.param(frame(PACKAGE) + b"x", id="trailing byte"),
-        pytest.param(frame(PACKAGE, write_checksum=False), id="no checksum"),
-        pytest.param(frame(PACKAGE, write_content_size=False), id="no stated size"),
-        pytest.param(frame(PACKAGE)[:-20], id="cut frame"),
-        pytest.param(frame(PACKAGE + b"x"), id="larger package"),
-        pytest.param(frame(PACKAGE[:-1] + b"x"), id="another package"),
-        pytest.param(frame(bytes(1 << 30)), id="bomb of 1 GiB"),
-        pytest.param(bytes.fromhex("28b52ffde0ffffffffffffff7f"), id="13 bytes that ask for 2^63"),
-        pytest.param(b"not zstd", id="not zstd"),
-        pytest.param(b"", id="empty"),
+        pytest.param(frame(PACKAGE) + frame(b"more"), EXTRA, id="two frames"),
+        pytest.param(frame(PACKAGE) + b"x", EXTRA, id="trailing byte"),
+        pytest.param(frame(PACKAGE, write_checksum=False), STATES, id="no checksum"),
+        pytest.param(frame(PACKAGE, write_content_size=False), STATES, id="no stated size"),
+        pytest.param(frame(PACKAGE)[:-20], "did not decompress full frame", id="cut frame"),
+        pytest.param(frame(PACKAGE + b"x"), STATES, id="larger package"),
+        pytest.param(frame(PACKAGE[:-1] + b"x"), "not the one published", id="another package"),
+        pytest.param(frame(bytes(1 << 30)), STATES, id="bomb of 1 GiB"),
+        pytest.param(bytes.fromhex("28b52ffde0ffffffffffffff7f"), STATES, id="13 bytes that ask for 2^63"),
+        pytest.param(b"not zstd", "Unknown frame descriptor", id="not zstd"),
+        pytest.param(b"", "not enough data", id="empty"),
     ],
 )
-def test_a_frame_that_is_not_exactly_the_package_is_refused(store, published, blob):
-    with pytest.raises(CorruptArtifact, match=r"\.zst"):
+def test_a_frame_that_is_not_exactly_the_package_is_refused(store, published, blob, message):
+    with pytest.raises(CorruptArtifact, match=message) as caught:
         store.read_package(with_blob(store, published, blob))
+    assert ".zst: " in caught.value.message
 
 
 @pytest.mark.parametrize("stated", [2_000, 30_000])

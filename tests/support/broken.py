@@ -17,8 +17,8 @@ class WrongSpec(ToyStep):
         return CallSpec("cpu", spec.inputs, (TensorSpec("loss", (), "float64"), *spec.outputs[1:]))
 
 
-class FailsAtRunTime(ToyStep):
-    """Compiles, but reads rows that are not there: its package raises on every input."""
+class Crashes(ToyStep):
+    """Compiles, but reads rows that are not there: its package ends the process."""
 
     def function(self, bucket):
         return lambda w1, w2, features, targets, anchors: toy_step(w1, w2, features, targets, anchors + 10**6)
@@ -37,7 +37,7 @@ def program_set(run_file: str, overrides: Sequence[str] = ()) -> ProgramSet:
         kind(name=name)
         for name, kind in (
             ("wrong_spec", WrongSpec),
-            ("fails_at_run_time", FailsAtRunTime),
+            ("crashes", Crashes),
             ("sleeps", Sleeps),
         )
     )

@@ -1,10 +1,17 @@
 """A drafter small enough for loops in float64, and its steps by name."""
 
+import fcntl
+from pathlib import Path
+
 import torch
 
+from aot.archive import MODEL_NAME
 from aot.buckets import Bucket
+from aot.compile import BuildRequest, build
+from aot.store import Store
 from dflash.config import DrafterConfig, LossConfig
 from dflash.drafter.programs import DrafterProgram, EvalStep, TrainStep
+from tests.support.tiny_run import FACTORY, default_store
 
 CPU = torch.device("cpu")
 BUCKET = Bucket(128, 16)
@@ -56,3 +63,25 @@ def run_eager(
     if double:
         inputs = {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
     return program.run(program.config, inputs)
+
+
+def package_file(recipe: str, overrides: tuple[str, ...], program: str, bucket: Bucket, folder: Path) -> Path:
+    """Build one program of a recipe, unless an earlier session has, and return a copy of its package."""
+    request = BuildRequest(FACTORY, recipe, overrides, program, str(bucket))
+    store = Store(default_store())
+    store.root.mkdir(parents=True, exist_ok=True)
+    with (store.root.parent / "build.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        [result] = build([request], store)
+    path = folder / f"{program}-{bucket}.pt2"
+    path.write_bytes(store.read_package(result.manifest))
+    return path
+
+
+def run_package(
+    path: Path, program: DrafterProgram, inputs: dict[str, torch.Tensor], bucket: Bucket
+) -> dict[str, torch.Tensor]:
+    """Load a package as training does and call it once."""
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), MODEL_NAME, True, 1, -1)
+    spec = program.call_spec(bucket)
+    return dict(zip(spec.output_names, loader.run([inputs[name] for name in spec.input_names]), strict=True))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 CHATML = (
@@ -33,6 +36,15 @@ def with_seed(seed: int, make: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run on one thread: operations this small only lose time by waking others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def tiny_llama(seed: int = 0, vocab_size: int = 64, **overrides: Any) -> PreTrainedModel:

@@ -177,6 +177,15 @@ def test_existing_output_is_kept_unless_overwritten(tmp_path, tokenizer):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fewer.jsonl", "in.jsonl", "out"]
 
 
+def test_overwriting_never_removes_a_folder_of_something_else(tmp_path, tokenizer):
+    source = write(tmp_path / "in.jsonl", CHATS)
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "work.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="something else"):
+        prepare([source], tmp_path / "precious", tokenizer, overwrite=True)
+    assert (tmp_path / "precious" / "work.txt").read_text() == "mine"
+
+
 def test_split_keeps_a_conversation_on_one_side_in_any_order_of_rows(tmp_path, tokenizer):
     rows = [
         token_row(f"{chat}/{part}", length=4 + chat, value=part, conversation_id=f"chat {chat}")

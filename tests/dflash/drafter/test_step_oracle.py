@@ -35,18 +35,18 @@ def test_both_steps_equal_the_oracle_in_float64(backend, changes, loss):
 
 
 def trained(program, steps=30):
-    """Parameters after some steps on fresh random batches: far from their initial values."""
+    """Parameters after some steps on fresh batches, with the frozen embedding and head they belong to."""
     inputs = example(program, seed=100)
-    names = [name for name in inputs if name.startswith(step.PARAMETER_PREFIX)]
-    parameters = {name: inputs[name].clone().requires_grad_() for name in names}
+    fixed = {name: t for name, t in inputs.items() if name in ("embed_tokens", "lm_head")}
+    parameters = {name: t.clone().requires_grad_() for name, t in inputs.items() if name.startswith("param.")}
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2)
     for seed in range(steps):
-        batch = example(program, seed=200 + seed) | {name: p.detach() for name, p in parameters.items()}
-        outputs = run_eager(program, batch)
+        batch = example(program, seed=200 + seed) | fixed
+        outputs = run_eager(program, batch | {name: p.detach() for name, p in parameters.items()})
         for name, parameter in parameters.items():
-            parameter.grad = outputs["grad." + name.removeprefix(step.PARAMETER_PREFIX)] / outputs["anchors"]
+            parameter.grad = outputs[f"grad.{name.removeprefix('param.')}"] / outputs["anchors"]
         optimizer.step()
-    return {name: parameter.detach() for name, parameter in parameters.items()}
+    return fixed | {name: parameter.detach() for name, parameter in parameters.items()}
 
 
 @pytest.mark.parametrize("changes", [{}, SLIDING], ids=["full", "sliding"])

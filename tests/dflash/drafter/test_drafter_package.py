@@ -1,0 +1,119 @@
+"""Compiled packages against the oracle: every output and every gradient by name, within what float32 allows."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from aot.buckets import Bucket
+from dflash.config import load_config
+from dflash.drafter.programs import make_programs
+from tests.support.drafter import BUCKET, example, package_file, run_eager, run_package
+from tests.support.oracle import oracle_step, relative_errors
+
+RECIPE = "smollm2-cpu"
+TINY = (
+    "drafter.hidden_size=64",
+    "drafter.intermediate_size=96",
+    "drafter.num_layers=2",
+    "drafter.num_heads=4",
+    "drafter.num_kv_heads=2",
+    "drafter.head_dim=16",
+    "drafter.vocab_size=256",
+    "drafter.block_size=8",
+    "loss.max_chunk_rows=64",
+)
+SLIDING = (
+    *TINY,
+    'drafter.layer_types=["sliding_attention", "full_attention"]',
+    "drafter.sliding_window=12",
+    "loss.weighting=dpace",
+)
+
+
+def programs(overrides):
+    return {program.name: program for program in make_programs(load_config(RECIPE, overrides))}
+
+
+def assert_near_oracle(path, program, inputs, bucket, capsys, loss=None):
+    """Each output within max(1e-5, 1.5 x the float32 twin's own error), both printed."""
+    reference, gaps = oracle_step(program.config, loss or program.loss, inputs)
+    close_calls = sum(gap < 1e-5 for gap in gaps)
+    errors = relative_errors(run_package(path, program, inputs, bucket), reference)
+    twin = relative_errors(run_eager(program, inputs), reference)
+    with capsys.disabled():
+        worst = max(errors, key=errors.get)
+        print(
+            f"\n{program.name} {bucket}: {len(errors)} outputs, {close_calls} of {len(gaps)} argmax too close to call;"
+        )
+        print(f"  worst {worst}: package {errors[worst]:.1e}, float32 twin {twin[worst]:.1e}")
+    assert close_calls == 0, "terms that depend on an argmax cannot be compared"
+    for name, error in errors.items():
+        assert error <= max(1e-5, 1.5 * twin[name]), name
+
+
+@pytest.mark.parametrize("overrides", [TINY, SLIDING], ids=["full, gamma", "sliding, dpace"])
+def test_tiny_train_step_equals_the_oracle(overrides, tmp_path, capsys):
+    program = programs(overrides)["train_step"]
+    path = package_file(RECIPE, overrides, "train_step", BUCKET, tmp_path)
+    for seed in (1, 2):
+        assert_near_oracle(path, program, example(program, seed), BUCKET, capsys)
+
+
+def test_one_package_serves_every_weighting_of_the_loss(tmp_path, capsys):
+    program = programs(TINY)["train_step"]
+    path = package_file(RECIPE, TINY, "train_step", BUCKET, tmp_path)
+    for change in ("loss.cap_weight=0.7", "loss.kl_weight=0.6", "loss.temperature=0.7", "loss.gamma=3.0"):
+        other = programs((*TINY, change))["train_step"]
+        assert_near_oracle(path, program, example(other, seed=1), BUCKET, capsys, other.loss)
+
+
+def test_tiny_eval_step_equals_the_oracle(tmp_path, capsys):
+    program = programs(TINY)["eval_step"]
+    path = package_file(RECIPE, TINY, "eval_step", BUCKET, tmp_path)
+    assert_near_oracle(path, program, example(program, seed=1), BUCKET, capsys)
+
+
+RUN = """
+import sys, torch
+from aot.archive import MODEL_NAME
+package, inputs, outputs = sys.argv[1:]
+loader = torch._C._aoti.AOTIModelPackageLoader(package, MODEL_NAME, True, 1, -1)
+torch.save(loader.run(torch.load(inputs)), outputs)
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_a_package_runs_with_any_number_of_threads(threads, tmp_path):
+    program = programs(TINY)["train_step"]
+    path = package_file(RECIPE, TINY, "train_step", BUCKET, tmp_path)
+    inputs = example(program, seed=1)
+    torch.save(list(inputs.values()), tmp_path / "inputs.pt")
+    subprocess.run(
+        [sys.executable, "-c", RUN, str(path), str(tmp_path / "inputs.pt"), str(tmp_path / "outputs.pt")],
+        env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+        check=True,
+    )
+    outputs = dict(
+        zip(program.call_spec(BUCKET).output_names, torch.load(tmp_path / "outputs.pt"), strict=True)
+    )
+    reference, _ = oracle_step(program.config, program.loss, inputs)
+    assert max(relative_errors(outputs, reference).values()) < 1e-5
+
+
+DEMO = [("train_step", "512x32")]
+DEMO_LONG = [
+    (name, bucket) for name in ("train_step", "eval_step") for bucket in ("512x32", "768x48", "1024x64")
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "bucket"),
+    [*DEMO, *(pytest.param(*case, marks=pytest.mark.long) for case in DEMO_LONG if case not in DEMO)],
+)
+def test_demo_bucket_equals_the_oracle(name, bucket, tmp_path, capsys):
+    bucket, program = Bucket.parse(bucket), programs(())[name]
+    path = package_file(RECIPE, (), name, bucket, tmp_path)
+    assert_near_oracle(path, program, example(program, 1, bucket), bucket, capsys)
