@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aot import console
 from aot.buckets import auto_buckets, choose, parse_buckets
-from aot.errors import ConfigError, MissingArtifact, StaleArtifact
+from aot.errors import ConfigError, EnvironmentFault, MissingArtifact, StaleArtifact
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -132,7 +132,12 @@ def _artifact_state(store: Store, program: Program, bucket: Bucket, fingerprints
     from aot.runtime import resolve
 
     try:
-        return f"present {resolve(store, program, bucket, fingerprints(program.device_type)).key[:12]}"
+        fingerprint = fingerprints(program.device_type)
+    except EnvironmentFault as fault:
+        # A plan for another machine is still a plan.
+        return f"unknown ({fault.message})"
+    try:
+        return f"present {resolve(store, program, bucket, fingerprint).key[:12]}"
     except MissingArtifact:
         return "missing"
     except StaleArtifact as error:

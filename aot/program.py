@@ -69,6 +69,8 @@ class Program(ABC):
     name: str
     device_type: str
     compile_options: Mapping[str, bool | int | str] = {}
+    #: Outputs that an argmax decides: rounding alone turns a near tie over, and with it a whole unit.
+    discrete_outputs: frozenset[str] = frozenset()
 
     @property
     @abstractmethod

@@ -70,8 +70,8 @@ def slots(batch: Mapping[str, Tensor], block_size: int) -> Slots:
 
 def chunks(anchors: int, slots_per_anchor: int, max_rows: int) -> Iterator[slice]:
     """Cut the anchors into equal runs of at most `max_rows` rows of logits, but no more than 16 runs."""
-    wanted = -(-anchors * slots_per_anchor // max_rows)
-    size = -(-anchors // min(wanted, MAX_CHUNKS, anchors))
+    most = max(1, max_rows // slots_per_anchor)
+    size = -(-anchors // min(-(-anchors // most), MAX_CHUNKS))
     for first in range(0, anchors, size):
         yield slice(first, min(first + size, anchors))
 
@@ -103,17 +103,20 @@ def block_loss(
 ) -> BlockLoss:
     """Return the loss of a chunk of anchors from the drafter's normed hidden states of slots 1..B-1."""
     temperature = weights["temperature"]
-    logits_ASV = at_least_float32(F.linear(hidden_ASH, lm_head_VH))
-    teacher_ASV = at_least_float32(F.linear(teacher_hidden_TH[slots.teacher_index_AS], lm_head_VH)).detach()
-    log_p_ASV = F.log_softmax(logits_ASV, dim=-1)
-    log_q_ASV = F.log_softmax(logits_ASV / temperature, dim=-1)
-    log_target_ASV = F.log_softmax(teacher_ASV / temperature, dim=-1)
+    # Two-dimensional on purpose: a product over [A, S, H] may copy the head once for each anchor.
+    logits_RV = at_least_float32(F.linear(hidden_ASH.flatten(0, 1), lm_head_VH))
+    teacher_RH = teacher_hidden_TH[slots.teacher_index_AS.flatten()]
+    teacher_RV = at_least_float32(F.linear(teacher_RH, lm_head_VH)).detach()
+    log_p_RV = F.log_softmax(logits_RV, dim=-1)
+    log_q_RV = F.log_softmax(logits_RV / temperature, dim=-1)
+    log_target_RV = F.log_softmax(teacher_RV / temperature, dim=-1)
 
-    nll_R = F.nll_loss(log_p_ASV.flatten(0, 1), slots.label_AS.flatten(), reduction="none")
-    ce_AS = torch.where(slots.supervised_AS, nll_R.view_as(slots.label_AS), 0.0)
-    kl_AS = (log_target_ASV.exp() * (log_target_ASV - log_q_ASV)).sum(-1)
-    entropy_AS = -(log_p_ASV.exp() * log_p_ASV).sum(-1)
-    correct_AS = (logits_ASV.argmax(-1) == slots.label_AS) & slots.supervised_AS
+    shape = slots.label_AS.shape
+    nll_AS = F.nll_loss(log_p_RV, slots.label_AS.flatten(), reduction="none").view(shape)
+    ce_AS = torch.where(slots.supervised_AS, nll_AS, 0.0)
+    kl_AS = (log_target_RV.exp() * (log_target_RV - log_q_RV)).sum(-1).view(shape)
+    entropy_AS = -(log_p_RV.exp() * log_p_RV).sum(-1).view(shape)
+    correct_AS = (logits_RV.argmax(-1).view(shape) == slots.label_AS) & slots.supervised_AS
 
     weight_AS = slot_weights(config, weights, ce_AS, slots.supervised_AS)
     ce = (weight_AS * ce_AS).sum()

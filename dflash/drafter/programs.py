@@ -68,6 +68,8 @@ def _structure(section: Any, excluded: Mapping[str, str]) -> dict[str, Any]:
 class DrafterProgram(Program):
     """What both steps share. Inputs: parameters, frozen embedding and head, the batch, the loss's weights."""
 
+    discrete_outputs = frozenset({"accept", "slot_correct", "cap"})
+
     def __init__(self, config: DrafterConfig, loss: LossConfig):
         self.config = config
         self.loss = loss

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from token_file import read_token_file
 
-from aot.console import duration
+from aot.console import duration_text
 from dflash.config import load_config
 from dflash.data.dataset import Documents
 
@@ -54,7 +54,7 @@ class Stages:
         expected = sum(EXPECTED_SECONDS[stage] for stage in self.spent)
         # This machine's pace so far, trusted more as more of it is seen.
         pace = (sum(self.spent.values()) + 60) / (expected + 60)
-        eta = duration(pace * sum(EXPECTED_SECONDS[stage] for stage in left))
+        eta = duration_text(pace * sum(EXPECTED_SECONDS[stage] for stage in left))
         print(
             f"\n== {name} ({len(self.spent) + 1}/{len(EXPECTED_SECONDS)}, eta {eta})",
             file=sys.stderr,
@@ -171,8 +171,8 @@ def report(
     print()
     for text, held in checks.items():
         print(f"{'ok    ' if held else 'FAILED'} {text}")
-    spent = ", ".join(f"{name} {duration(seconds)}" for name, seconds in stages.spent.items())
-    print(f"\n{duration(sum(stages.spent.values()))} in all: {spent}")
+    spent = ", ".join(f"{name} {duration_text(seconds)}" for name, seconds in stages.spent.items())
+    print(f"\n{duration_text(sum(stages.spent.values()))} in all: {spent}")
     if not all(checks.values()):
         raise SystemExit(1)
 

@@ -16,6 +16,9 @@ from aot.cli import LEVEL_NAMES, cli
 from aot.compile import BuildEvent, BuildRequest, BuildResult
 from aot.doctor import Finding
 from aot.environment import FILE_NAME, snapshot
+from aot.errors import EnvironmentFault
+from aot.fingerprint import Fingerprint
+from aot.runtime import Fingerprints
 from aot.store import DEFAULT_STORE, Store
 from aot.verify import LEVELS
 from tests.support.toy import FACTORY, LARGE, SMALL
@@ -119,6 +122,21 @@ def test_plan_warns_of_micro_batches_that_fit_no_bucket(tool, tmp_path: Path) ->
 def test_plan_names_why_an_artifact_is_stale(tool, toy_store: Store) -> None:
     _, out, _ = tool("plan", "toy", "--store", toy_store.root, "--set", "inner=32")
     assert "stale (identity.network.inner: expected 32, found 16" in out
+
+
+def test_a_run_for_another_machine_can_be_planned_and_is_not_verified(
+    tool, toy_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_gpu(self: Fingerprints, device_type: str) -> Fingerprint:
+        raise EnvironmentFault("no CUDA device")
+
+    monkeypatch.setattr(Fingerprints, "__call__", no_gpu)
+    code, out, _ = tool("plan", "toy", "--store", toy_store.root)
+    assert code == 0
+    assert out.count("unknown (no CUDA device)") == 2
+    code, out, _ = tool("verify", "toy", "--store", toy_store.root)
+    assert code == 4
+    assert out.count("unchecked") == 2
 
 
 def test_build_of_what_is_there_compiles_nothing_within_five_seconds(tool, toy_store: Store) -> None:

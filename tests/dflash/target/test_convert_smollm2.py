@@ -103,6 +103,7 @@ def test_digits_are_split_one_by_one(tmp_path, script):
     write_gguf(tmp_path / "tiny.gguf", tiny_llama(vocab_size=len(tokenizer)), tokenizer, script)
     script.convert(tmp_path / "tiny.gguf", tmp_path / "out")
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert len(tokenizer("1234")["input_ids"]) < 4
     assert loaded.convert_ids_to_tokens(loaded("1234")["input_ids"]) == ["1", "2", "3", "4"]
 
 

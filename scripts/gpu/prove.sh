@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Proves the GPU program through the whole product on one GPU: build, numerics, training with two drafter workers.
+# Needs an environment with this project and the converted SmolLM2 folder that `make demo` makes.
+# Usage: scripts/gpu/prove.sh [LOG]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+log=${1:-runs/smollm2-gpu.log}
+run=scripts/gpu/smollm2-gpu.toml
+mkdir -p "$(dirname "$log")"
+
+prove() {
+    date -u +%F
+    nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+    python3 -c 'import sys, torch, triton, transformers as t
+print("Python", sys.version.split()[0], "torch", torch.__version__, "triton", triton.__version__, "transformers", t.__version__)'
+    local step
+    for step in \
+        "dflash-aot doctor" \
+        "dflash-aot plan $run" \
+        "dflash-aot build $run --jobs 2" \
+        "dflash-aot build $run" \
+        "dflash-aot verify $run --level bytes,env,source,numerics" \
+        "dflash train $run" \
+        "dflash eval $run --shuffle-features --decode 4"; do
+        echo
+        echo "\$ $step"
+        local begun=$SECONDS
+        $step
+        echo "($((SECONDS - begun)) s)"
+    done
+    echo
+    echo "\$ python3 -m pytest -m gpu tests/gpu"
+    python3 -m pytest -m gpu tests/gpu -s
+}
+
+prove 2>&1 | tee "$log"
