@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # A CPU package is tried with fewer, as many and more threads than it was built for.
 CANARY_THREADS = (1, 2, 8)
 # Variables that change what Inductor generates: a package depends on its key's compile options alone.
-INDUCTOR_VARIABLES = ("TORCHINDUCTOR_", "AOT_INDUCTOR_", "TORCH_COMPILE_")
+INDUCTOR_VARIABLES = ("TORCHINDUCTOR_", "AOT_INDUCTOR_", "TORCH_COMPILE_", "ATEN_CPU_CAPABILITY")
 PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.05
 LOG_TAIL_LINES = 12

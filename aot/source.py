@@ -142,13 +142,11 @@ def _tokens(value: object) -> Iterator[bytes]:
         yield type(value).__name__.encode()
         for name in value._fields:
             field = getattr(value, name, None)
-            if name in SKIPPED_FIELDS or field is None or field == []:
-                continue
             if name == "body" and isinstance(value, DOCUMENTED):
                 field = _without_docstring(field)
             elif name == "values" and isinstance(value, ast.JoinedStr):
                 field = _merge_constants(field)
-            if field != []:
+            if name not in SKIPPED_FIELDS and field is not None and field != []:
                 yield f".{name}".encode()
                 yield from _tokens(field)
         yield b"end"
@@ -159,7 +157,6 @@ def _tokens(value: object) -> Iterator[bytes]:
         yield b"]"
     elif isinstance(value, str):
         # Not repr(): which characters it escapes depends on the interpreter's Unicode tables.
-        yield b"str"
         yield value.encode("utf-8", "surrogatepass")
     else:
         yield type(value).__name__.encode()

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 STORE_VARIABLE = "DFLASH_AOT_STORE"
 DEFAULT_STORE = Path("artifacts/store")
 COMPRESSION_LEVEL = 3
-MAX_WINDOW_BYTES = 1 << 27
 REBUILD_HINT = "`dflash-aot build RUN` builds it again"
 
 
@@ -175,7 +174,7 @@ def _decompress(blob: bytes, size: int, path: Path) -> bytes:
     """
     try:
         frame = zstandard.get_frame_parameters(blob)
-        if frame.content_size != size or not frame.has_checksum or frame.window_size > MAX_WINDOW_BYTES:
+        if frame.content_size != size or not frame.has_checksum:
             raise CorruptArtifact(
                 f"{path}: the compressed frame does not state the package's size", REBUILD_HINT
             )

@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import torch
 from aot import compile as aot_compile
 from aot.compile import BuildFailed, BuildRequest, build
 from aot.errors import ConfigError, EnvironmentFault
-from aot.fingerprint import compiler_version
+from aot.fingerprint import Fingerprint, compiler_version
 from aot.store import Store
 from tests.support import broken
 from tests.support.toy import FACTORY, LARGE, SMALL, ToyStep, requests, toy_step
@@ -84,8 +85,9 @@ def test_a_damaged_artifact_is_built_again_to_the_same_bytes(toy_store, own_stor
     """The first build ran beside another bucket; this one runs alone, in another environment."""
     (manifest,) = own_store.manifests("toy_step", SMALL)
     own_store.blob_path(manifest).write_bytes(b"rot")
-    for name in ("TORCHINDUCTOR_CPP_MIN_CHUNK_SIZE", "PYTHONHASHSEED", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, "3")
+    others = {"PYTHONHASHSEED": "3", "OMP_NUM_THREADS": "3", "ATEN_CPU_CAPABILITY": "default"}
+    for name, value in {**others, "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0"}.items():
+        monkeypatch.setenv(name, value)
     (result,) = build(requests(SMALL), own_store, build_root=toy_store.root / "build", progress=events.append)
     assert [event.kind for event in events] == ["started", "finished"]
     assert events[-1].seconds > 0
@@ -165,6 +167,14 @@ def test_without_a_compiler_nothing_is_tried(tmp_path, monkeypatch):
         build([BuildRequest("no.such:factory", "toy", (), "toy_step", "128x8")], Store(tmp_path / "store"))
     assert time.monotonic() - started < 1
     assert not (tmp_path / "store").exists()
+
+
+def test_a_cuda_build_is_refused_where_the_compiler_links_libstdcxx_statically(tmp_path, monkeypatch):
+    fields = {field.name: "x" for field in dataclasses.fields(Fingerprint)} | {"libstdcxx": "static"}
+    monkeypatch.setattr(aot_compile, "_fingerprint", lambda device_type: Fingerprint(**fields))
+    monkeypatch.setattr(aot_compile, "load_program", lambda request: ToyStep(device_type="cuda"))
+    with pytest.raises(EnvironmentFault, match="libstdc"):
+        build(requests(SMALL), Store(tmp_path / "store"))
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,8 @@ def test_an_edit_with_meaning_changes_the_digest(text):
         ("a(b)(c)", "a(b, c)"),
         ("x = 'ab', 'c'", "x = 'a', 'bc'"),
         ("x = 1", "x = True"),
+        ("x = 1", "x = '1'"),
+        ("x = ['a', 'b']", "x = ['aendConstant.valueb']"),
     ],
 )
 def test_different_trees_never_flatten_to_one_text(one, other):

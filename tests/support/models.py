@@ -28,6 +28,7 @@ CORPUS = [
     "the cat sat on the mat",
     "what is it? it is a cat, that is what it is.",
     "user\nassistant\nsystem\n",
+    "1234",
 ]
 
 

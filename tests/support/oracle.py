@@ -154,7 +154,7 @@ def _slot_weights(loss: LossConfig, ce: list[float | None]) -> list[float]:
 
 
 class _Document:
-    """Token ids, loss mask and the target's final hidden states of one document."""
+    """Token ids, loss mask and the target's logits of one document."""
 
     def __init__(self, ids, mask, teacher):
         self.ids, self.mask, self.teacher = ids, mask, teacher
@@ -201,7 +201,7 @@ def oracle_step(
         document = _Document(
             inputs["input_ids"][first:end].tolist(),
             inputs["loss_mask"][first:end].tolist(),
-            inputs["teacher_hidden"][first:end].double(),
+            inputs["teacher_hidden"][first:end].double() @ head.T,
         )
         context = model.context(inputs["features"][first:end].double())
         # The blocks' gradients meet in the leaves, and go through the context once.
@@ -211,7 +211,7 @@ def oracle_step(
                 continue
             tokens = [document.ids[anchor - first]] + [config.mask_token_id] * (config.block_size - 1)
             hidden = model.block(leaves, anchor - first, torch.stack([embed[token] for token in tokens]))
-            block_loss = _score(loss, totals, document, index, anchor - first, hidden[1:] @ head.T, head)
+            block_loss = _score(loss, totals, document, index, anchor - first, (hidden[1:] @ head.T).unbind())
             if block_loss.requires_grad:
                 block_loss.backward()
         pairs = [
@@ -226,10 +226,10 @@ def oracle_step(
     return totals.tensors() | grads, totals.gaps
 
 
-def _score(loss, totals, document, index, place, logits, head):
-    """Add one block's values to the totals and return its weighted loss; row k-1 of the logits is slot k."""
+def _score(loss, totals, document, index, place, logits):
+    """Add one block's values to the totals and return its weighted loss; slot k has logits[k - 1]."""
     kl_weight, temperature = _float32(loss.kl_weight), _float32(loss.temperature)
-    slots = range(1, logits.shape[0] + 1)
+    slots = range(1, len(logits) + 1)
     supervised = [place + k < len(document.ids) and document.mask[place + k] for k in slots]
     ce = [
         torch.logsumexp(logits[k - 1], 0) - logits[k - 1][document.ids[place + k]]
@@ -246,7 +246,7 @@ def _score(loss, totals, document, index, place, logits, head):
             leading = False
             continue
         weight, value = weights[k - 1], ce[k - 1]
-        kl, entropy = _kl_and_entropy(temperature, logits[k - 1], document.teacher[place + k - 1] @ head.T)
+        kl, entropy = _kl_and_entropy(temperature, logits[k - 1], document.teacher[place + k - 1])
         best = torch.topk(logits[k - 1], 2)
         hit = best.indices[0].item() == document.ids[place + k]
         leading = leading and hit

@@ -24,6 +24,10 @@ TINY = (
     "drafter.vocab_size=256",
     "drafter.block_size=8",
     "loss.max_chunk_rows=64",
+    "data.buckets=[]",
+    "data.max_seq_len=128",
+    "data.token_budget=128",
+    "data.max_anchors=16",
 )
 SLIDING = (
     *TINY,
@@ -101,15 +105,16 @@ def test_a_package_runs_with_any_number_of_threads(threads, tmp_path):
     assert max(relative_errors(outputs, reference).values()) < 1e-5
 
 
-DEMO = [("train_step", "512x32")]
-DEMO_LONG = [
-    (name, bucket) for name in ("train_step", "eval_step") for bucket in ("512x32", "768x48", "1024x64")
+DEMO_CASES = [
+    (name, str(bucket))
+    for name in ("train_step", "eval_step")
+    for bucket in load_config(RECIPE).data.resolved_buckets
 ]
 
 
 @pytest.mark.parametrize(
     ("name", "bucket"),
-    [*DEMO, *(pytest.param(*case, marks=pytest.mark.long) for case in DEMO_LONG if case not in DEMO)],
+    [DEMO_CASES[0], *(pytest.param(*case, marks=pytest.mark.long) for case in DEMO_CASES[1:])],
 )
 def test_demo_bucket_equals_the_oracle(name, bucket, tmp_path, capsys):
     bucket, program = Bucket.parse(bucket), programs(())[name]
