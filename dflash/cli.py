@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 LIST = "DEVICE,..."
-VARIABLES = "Every key of the run file is also a variable, e.g. DFLASH_TRAIN__LR=3e-4 for train.lr; flags win."
+VARIABLES = (
+    "Every key of the run file is also a variable, e.g. DFLASH_TRAIN__LR=3e-4 for train.lr; flags win."
+)
 
 store_option = click.option(
     "--store", "store_root", envvar="DFLASH_AOT_STORE", show_envvar=True, default="artifacts/store",
@@ -95,8 +97,8 @@ def prepare(
 ) -> None:
     """Tokenize conversations and mark the assistant's tokens.
 
-    INPUT is a JSON or JSON Lines file of chats (`messages` or ShareGPT `conversations`) or of tokens (`input_ids`,
-    `loss_mask`), or a `datasets` folder.
+    INPUT is a JSON or JSON Lines file of chats (`messages` or ShareGPT `conversations`) or of tokens
+    (`input_ids`, `loss_mask`), or a `datasets` folder.
     """
     from dataclasses import asdict
 
@@ -161,8 +163,8 @@ def train(
 ) -> int:
     """Train the drafter of RUN (a run file or a recipe).
 
-    Refuses to start unless every compiled step that the run can need is in the store, verified. SIGTERM and Ctrl-C
-    stop at the next step boundary with a checkpoint and exit code 75; a second one stops at once.
+    Refuses to start unless every compiled step that the run can need is in the store, verified. SIGTERM and
+    Ctrl-C stop at the next step boundary with a checkpoint and exit code 75; a second one stops at once.
     """
     config = configured(
         run_file,
@@ -194,7 +196,9 @@ def train(
         from dflash.train.metrics import FILE_NAME, read_rows
 
         rows = read_rows(Path(config.output.dir) / FILE_NAME)
-        last = {kind: next((r for r in reversed(rows) if r["kind"] == kind), None) for kind in ("train", "eval")}
+        last = {
+            kind: next((r for r in reversed(rows) if r["kind"] == kind), None) for kind in ("train", "eval")
+        }
         emit_json({"schema": SCHEMA, "exit_code": code, "output": config.output.dir, **last})
     return code
 
@@ -212,11 +216,19 @@ def train(
 @target_devices_option
 @drafter_devices_option
 @output_option
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="A checkpoint or a run; default: the output.")
-@click.option("--untrained", is_flag=True, help="Fresh parameters instead of a checkpoint: the state before training.")
-@click.option("--shuffle-features", is_flag=True, help="Also with features of another document, as a control.")
+@click.option(
+    "--checkpoint", type=click.Path(path_type=Path), help="A checkpoint or a run; default: the output."
+)
+@click.option(
+    "--untrained", is_flag=True, help="Fresh parameters instead of a checkpoint: the state before training."
+)
+@click.option(
+    "--shuffle-features", is_flag=True, help="Also with features of another document, as a control."
+)
 @click.option("--unigram", is_flag=True, help="Also the CE of the training text's token frequencies.")
-@click.option("--decode", "prompts", type=click.IntRange(min=0), default=0, help="Held-out prompts to decode.")
+@click.option(
+    "--decode", "prompts", type=click.IntRange(min=0), default=0, help="Held-out prompts to decode."
+)
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, help="Per decoded prompt.")
 @json_option
 def evaluate(
@@ -236,7 +248,8 @@ def evaluate(
 ) -> None:
     """Held-out loss and acceptance length of a checkpoint of RUN, through its compiled eval step.
 
-    With --decode, also tau: tokens per target pass in speculative decoding, each text compared with the target's own.
+    With --decode, also tau: tokens per target pass in speculative decoding, each text compared with the
+    target's own.
     """
     config = configured(
         run_file,
@@ -267,7 +280,9 @@ def config() -> None:
     """Show what a run file resolves to, and what it may say."""
 
 
-@config.command(epilog=examples("dflash config show smollm2-cpu --origin", "dflash config show run.toml > full.toml"))
+@config.command(
+    epilog=examples("dflash config show smollm2-cpu --origin", "dflash config show run.toml > full.toml")
+)
 @run_argument
 @set_option
 @click.option("--origin", is_flag=True, help="Say where each value comes from.")
@@ -283,7 +298,11 @@ def show(run_file: str, overrides: tuple[str, ...], origin: bool, as_json: bool)
     elif origin:
         values = flatten(resolved.model_dump(mode="json"))
         origins = config_origins(run_file, overrides)
-        emit(console.table(("key", "value", "from"), [(key, values[key], origins[key]) for key in sorted(values)]))
+        emit(
+            console.table(
+                ("key", "value", "from"), [(key, values[key], origins[key]) for key in sorted(values)]
+            )
+        )
     else:
         emit(run_toml(resolved).rstrip())
 

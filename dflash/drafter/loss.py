@@ -106,7 +106,7 @@ def block_loss(
     # Two-dimensional on purpose: a product over [A, S, H] may copy the head once for each anchor.
     logits_RV = at_least_float32(F.linear(hidden_ASH.flatten(0, 1), lm_head_VH))
     teacher_RH = teacher_hidden_TH[slots.teacher_index_AS.flatten()]
-    teacher_RV = at_least_float32(F.linear(teacher_RH, lm_head_VH)).detach()
+    teacher_RV = at_least_float32(F.linear(teacher_RH, lm_head_VH))
     log_p_RV = F.log_softmax(logits_RV, dim=-1)
     log_q_RV = F.log_softmax(logits_RV / temperature, dim=-1)
     log_target_RV = F.log_softmax(teacher_RV / temperature, dim=-1)

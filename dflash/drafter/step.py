@@ -88,7 +88,7 @@ def train_step(config: DrafterConfig, loss: LossConfig, inputs: Mapping[str, Ten
         hidden_grads += torch.autograd.grad(part.loss, leaf)
         parts.append(part)
     grads = torch.autograd.grad(hidden_ASH, tuple(params.values()), torch.cat(hidden_grads))
-    named = {f"grad.{name}": grad.contiguous() for name, grad in zip(params, grads, strict=True)}
+    named = {f"grad.{name}": grad for name, grad in zip(params, grads, strict=True)}
     return _metrics(parts, targets, inputs) | named
 
 

@@ -1,7 +1,7 @@
-"""Held-out quality of a drafter through its `eval_step` artifact: cross-entropy, acceptance length, and controls.
+"""Held-out quality of a drafter through its `eval_step` artifact: CE, acceptance length, and controls.
 
-Two controls tell learning from luck. With features of *another* document the drafter must get worse: the paired
-difference is given with its standard error. And it must beat the unigram model of the training text.
+Two controls tell learning from luck. With features of *another* document the drafter must get worse: the
+paired difference is given with its standard error. And it must beat the unigram model of the training text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class HeldOut:
     documents: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
-        """Means as in training's metrics, and `token_ce_se`: the standard error of `token_ce` over documents."""
+        """Means as in training's metrics, and `token_ce_se`: the error of `token_ce` over documents."""
         ce, slots_D = np.array(list(self.documents.values())).T
         return {**self.sums.summary(), "token_ce_se": ratio_and_error(ce, slots_D)[1]}
 
@@ -57,7 +57,7 @@ def ratio_and_error(values_D: np.ndarray, weights_D: np.ndarray) -> tuple[float,
 
 
 def increase(base: HeldOut, other: HeldOut) -> tuple[float, float]:
-    """Return how much higher `other`'s CE per slot is on the same documents, and the standard error of that."""
+    """Return how much higher `other`'s CE per slot is on the same documents, and its standard error."""
     assert base.documents.keys() == other.documents.keys()
     differences = [other.documents[name][0] - base.documents[name][0] for name in base.documents]
     weights = [slots for _, slots in base.documents.values()]
@@ -79,8 +79,8 @@ class Evaluator:
     def run(self, shuffle_features: bool = False, done: Callable[[], None] = lambda: None) -> HeldOut:
         """Evaluate every micro-batch; `done` is called after each.
 
-        With `shuffle_features` each document's features are those of the next one of the split, repeated or cut
-        to its length; tokens, labels and teacher stay its own.
+        With `shuffle_features` each document's features are those of the next one of the split, repeated or
+        cut to its length; tokens, labels and teacher stay its own.
         """
         parts, documents = [], {}
         donors = self._donors() if shuffle_features else None
@@ -92,7 +92,7 @@ class Evaluator:
         return HeldOut(Sums.total(parts), documents)
 
     def unigram_ce(self, train: Documents) -> float:
-        """CE per supervised slot of the training text's token frequencies (one added to each) on the same labels."""
+        """CE per slot of the training text's token frequencies, one added to each, on the same labels."""
         counts_V = np.ones(self.config.drafter.vocab_size)
         for index in range(len(train)):
             row = train[index]

@@ -7,9 +7,9 @@
         environment.json         every package and what else the run ran in
         run.toml, command.txt    the run file as resolved, the command line
 
-A folder is written under a hidden name, synced and renamed; the newest whole one is found by looking, so there
-is no pointer to fall out of step. Nothing here is a pickle. A checkpoint stands right after an optimizer step,
-before the evaluation that may follow it.
+A folder is written under a hidden name, synced and renamed; the newest whole one is found by looking, so
+there is no pointer to fall out of step. Nothing here is a pickle. A checkpoint stands right after an
+optimizer step, before the evaluation that may follow it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,8 @@ from dflash.train.plan import TRAIN, Round, RunPlan
 from dflash.train.reduce import scale_gradients, sum_gradients
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from dflash.config import RunConfig
     from dflash.train.drafter_worker import DrafterWorker, RoundResult
     from dflash.train.optimizer import Replica
@@ -56,7 +57,7 @@ class Coordinator:
         self._target_waited_s = 0.0
 
     def run(self, interrupted: Callable[[], bool]) -> bool:
-        """Work through the plan; return False when interrupted, with a checkpoint at the last step boundary."""
+        """Work through the plan; False when interrupted, with a checkpoint at the last step boundary."""
         self._started = self._last = time.monotonic()
         for index, work in enumerate(self._plan.rounds(self.progress.step)):
             if interrupted():

@@ -1,7 +1,7 @@
 """One drafter worker: takes packed features in order, runs the compiled step, adds up gradients.
 
-A worker loads its own copy of every artifact in its own thread and never shares it. It only reads the weights;
-between rounds the coordinator reads its gradient sums and updates them.
+A worker loads its own copy of every artifact in its own thread and never shares it. It only reads the
+weights; between rounds the coordinator reads its gradient sums and updates them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What a run reports: sums over micro-batches, one JSON line per round, one dense line on the console, wandb.
 
-The JSONL file is the source of truth and is always written. wandb gets a copy through a bounded queue: without
-a key it runs offline, and when it is slow or broken rows are dropped and counted; training never waits for it.
+The JSONL file is the source of truth and is always written. wandb gets a copy through a bounded queue:
+without a key it runs offline, and when it is slow or broken rows are dropped and counted; training never
+waits for it.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Sums:
         return all(bool(np.isfinite(value).all()) for value in self.values.values())
 
     def summary(self) -> dict[str, Any]:
-        """Means: `loss`, `ce`, `kl`, `cap`, `accept_length` per anchor, `token_ce` and accuracy per supervised slot.
+        """Means: `loss`, `ce`, `kl`, `cap`, `accept_length` per anchor, `token_ce`, `slot_accuracy` per slot.
 
         `accept_length` is the mean over blocks of 1 + leading hits. Empty when there was no anchor.
         """
@@ -92,7 +93,7 @@ class MetricsLog:
     """Append-only JSON lines, one per round: `kind` is train or eval, `step` counts optimizer steps."""
 
     def __init__(self, folder: Path, completed: int):
-        """Open the file, first dropping the rows that a run resumed after `completed` steps will write again."""
+        """Open the file, first dropping rows that a run resumed after `completed` steps writes again."""
         self.path = folder / FILE_NAME
         if self.path.exists():
             kept = [row for row in read_rows(self.path) if _precedes(row, completed)]

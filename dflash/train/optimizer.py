@@ -59,7 +59,7 @@ class Replica:
         self.second: Tensors = {name: torch.zeros_like(master) for name, master in self.masters.items()}
 
     def step(self, grads: Mapping[str, torch.Tensor], updates: int, lr: float, config: TrainConfig) -> None:
-        """Apply update number `updates` (from 1) in place. Only matrices decay: a norm's scale belongs near 1."""
+        """Apply update number `updates` (from 1) in place. Only matrices decay: norms stay near 1."""
         beta1, beta2 = config.betas
         step_size = lr / (1 - beta1**updates)
         second_correction = math.sqrt(1 - beta2**updates)

@@ -110,7 +110,8 @@ class OrderedQueue(Generic[T]):
     def admit(self, position: int) -> float:
         """Wait until `position` is within the depth; returns the seconds waited.
 
-        Apart from `put`, so that a producer moves its value to the consumer's device only once there is room for it.
+        Apart from `put`, so that a producer moves its value to the consumer's device only once there is room
+        for it.
         """
         with self._hub.condition:
             return self._hub.wait(lambda: position < self._next + self._depth)

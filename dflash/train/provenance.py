@@ -40,8 +40,8 @@ def command_line(arguments: Sequence[str]) -> str:
 def config_differences(stored: Mapping[str, Any], current: RunConfig) -> dict[str, tuple[Any, Any]]:
     """{dotted key: (stored, current)} of what a resumed run may not change.
 
-    Devices, output, evaluation and names may change. So may `grad_accum` with the number of drafters and the data
-    folders' paths: the digests of the plan and of the data tell whether the work is still the same.
+    Devices, output, evaluation and names may change. So may `grad_accum` with the number of drafters and the
+    data folders' paths: the digests of the plan and of the data tell whether the work is still the same.
     """
     from dflash.config import flatten
 

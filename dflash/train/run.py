@@ -1,8 +1,8 @@
 """One training run, from its configuration to its exit code.
 
-The main thread coordinates; target and drafter workers are daemon threads that end when the plan ends, when one
-of them fails, or when the run is interrupted. SIGTERM and SIGINT ask for a checkpoint at the step boundary; a
-second one ends the process at once.
+The main thread coordinates; target and drafter workers are daemon threads that end when the plan ends, when
+one of them fails, or when the run is interrupted. SIGTERM and SIGINT ask for a checkpoint at the step
+boundary; a second one ends the process at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +29,8 @@ from dflash.train.session import Invocation, Session
 from dflash.train.target_worker import TargetWorker
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from aot.store import Store
     from dflash.config import RunConfig
 
@@ -110,9 +111,7 @@ def train(config: RunConfig, store: Store, invocation: Invocation, *, resume: bo
     if finished:
         note(f"done: {session.progress.step} steps, checkpoints in {session.output}")
         return EXIT_OK
-    note(
-        f"stopped after step {session.progress.step}; go on with `dflash train {invocation.run_text} --resume`"
-    )
+    note(f"stopped after step {session.progress.step}: `dflash train {invocation.run_text} --resume` goes on")
     return EXIT_RESUMABLE
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,8 @@ from dflash.train.optimizer import Replica
 from dflash.train.plan import EVAL, TRAIN, RunPlan
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from aot.buckets import Bucket
     from aot.program import Program
     from aot.store import Store
@@ -44,7 +45,11 @@ class Invocation:
 
 
 def open_documents(config: RunConfig) -> dict[str, Documents]:
-    """{program: the split it reads}; evaluation is absent without `data.eval`."""
+    """{program: the split it reads}; evaluation is absent without `data.eval`.
+
+    Raises ConfigError when a split is absent, was made with another tokenizer, or may hold ids that
+    the vocabulary lacks.
+    """
     if not config.data.train:
         raise ConfigError(
             "data.train is not set", "e.g. `--set data.train=FOLDER`, written by `dflash prepare`"
@@ -52,16 +57,28 @@ def open_documents(config: RunConfig) -> dict[str, Documents]:
     splits = {TRAIN: Documents.open(config.data.train)}
     if config.data.eval:
         splits[EVAL] = Documents.open(config.data.eval)
+    if len({split.manifest["tokenizer_hash"] for split in splits.values()}) > 1:
+        raise ConfigError(
+            f"'{config.data.train}' and '{config.data.eval}' were prepared with different tokenizers",
+            "prepare both with the target's: `dflash prepare INPUT --output FOLDER --tokenizer TARGET`",
+        )
+    for split in splits.values():
+        if split.manifest["vocab_size"] > config.drafter.vocab_size:
+            raise ConfigError(
+                f"'{split.folder}' was prepared for {split.manifest['vocab_size']} tokens, "
+                f"drafter.vocab_size is {config.drafter.vocab_size}",
+                "prepare it again with the target's tokenizer",
+            )
     return splits
 
 
 def check_drafter_devices(config: RunConfig, devices: Sequence[torch.device], program: Program) -> None:
-    """The attention backend fixes where a program runs: raises ConfigError for a drafter device of another kind."""
+    """Raise ConfigError for a drafter device that the attention backend's programs do not run on."""
     for device in devices:
         if device.type != program.device_type:
             raise ConfigError(
-                f"topology.drafter_devices: '{device}' does not run drafter.attention '{config.drafter.attention}', "
-                f"whose programs are built for {program.device_type}",
+                f"topology.drafter_devices: '{device}' cannot run drafter.attention "
+                f"'{config.drafter.attention}', whose programs are built for {program.device_type}",
                 f"name {program.device_type} devices with `--drafter-devices`",
             )
 
@@ -69,7 +86,7 @@ def check_drafter_devices(config: RunConfig, devices: Sequence[torch.device], pr
 def prepare_artifacts(
     store: Store, needs: Sequence[Need], run_text: str, device: torch.device, on_miss: str
 ) -> dict[tuple[str, Bucket], Artifact]:
-    """Prove that every program and bucket of the run is there: verified and tried, or eager where that is allowed.
+    """Prove that every program and bucket of the run is there, verified and tried, or eager where allowed.
 
     Raises MissingArtifact, StaleArtifact, CorruptArtifact or UntrustedArtifact, each with the command to run.
     """
@@ -95,7 +112,8 @@ def load_targets(
 ) -> dict[torch.device, HuggingFaceTarget]:
     """One frozen target per distinct device, each run once, one after the other.
 
-    That first run lets a target whose own kernels are compiled on first use do so before any other thread works.
+    That first run lets a target whose own kernels are compiled on first use do so before any other thread
+    works.
     """
     from dflash.target.huggingface import HuggingFaceTarget
 
@@ -112,7 +130,7 @@ def load_targets(
 def frozen_inputs(
     config: RunConfig, target: HuggingFaceTarget, devices: Sequence[torch.device]
 ) -> dict[torch.device, dict[str, torch.Tensor]]:
-    """The inputs that never change, once per device: embedding and head in the drafter's dtype, loss weights."""
+    """The inputs that never change, once per device: embedding, head (drafter's dtype), loss weights."""
     dtype = getattr(torch, config.drafter.dtype)
     inputs = {}
     for device in dict.fromkeys(devices):
@@ -124,6 +142,32 @@ def frozen_inputs(
             **weights(config.loss, config.drafter.block_size, device),
         }
     return inputs
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run will do and on which devices: all that is known without artifacts, target or checkpoint."""
+
+    target_devices: list[torch.device]
+    drafter_devices: list[torch.device]
+    documents: dict[str, Documents]
+    plan: RunPlan
+    needs: list[Need]
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Work:
+        """Raises UserError for devices, data and budgets that cannot be."""
+        target_devices = resolve_devices(config.topology.target_devices, "topology.target_devices")
+        drafter_devices = resolve_devices(config.topology.drafter_devices, "topology.drafter_devices")
+        programs = {program.name: program for program in make_programs(config)}
+        check_drafter_devices(config, drafter_devices, programs[TRAIN])
+        documents = open_documents(config)
+        plan = RunPlan.make(config, documents[TRAIN], documents.get(EVAL))
+        needs = [(programs[name], bucket) for name, bucket in plan.needs()]
+        return cls(target_devices, drafter_devices, documents, plan, needs)
+
+    def artifacts(self, config: RunConfig, store: Store, run_text: str) -> dict[tuple[str, Bucket], Artifact]:
+        return prepare_artifacts(store, self.needs, run_text, self.drafter_devices[0], config.train.on_miss)
 
 
 @dataclass
@@ -147,49 +191,33 @@ class Session:
     def open(cls, config: RunConfig, store: Store, invocation: Invocation, resume: bool) -> Session:
         """Open the run described by `config`; its output folder exists and is locked by the caller.
 
-        Raises UserError for whatever would stop the run later: configuration, devices, data, a resume that would
-        not continue the same run, artifacts, target.
+        Raises UserError for whatever would stop the run later: configuration, devices, data, a resume that
+        would not continue the same run, artifacts, target.
         """
-        output = Path(config.output.dir)
-        target_devices = resolve_devices(config.topology.target_devices, "topology.target_devices")
-        drafter_devices = resolve_devices(config.topology.drafter_devices, "topology.drafter_devices")
-        programs = {program.name: program for program in make_programs(config)}
-        check_drafter_devices(config, drafter_devices, programs[TRAIN])
-        documents = open_documents(config)
-        plan = RunPlan.make(config, documents[TRAIN], documents.get(EVAL))
+        output, work = Path(config.output.dir), Work.of(config)
         stored = find_checkpoint(output, resume)
         if stored is not None:
-            check_same_run(stored, config, plan, documents[TRAIN])
-        needs = [(programs[name], bucket) for name, bucket in plan.needs()]
-        artifacts = prepare_artifacts(
-            store, needs, invocation.run_text, drafter_devices[0], config.train.on_miss
-        )
-        sample = torch.from_numpy(documents[TRAIN][0].input_ids[: config.data.max_seq_len])
-        targets = load_targets(config, target_devices, sample)
-        target = targets[target_devices[0]]
+            check_same_run(stored, config, work.plan, work.documents[TRAIN])
+        artifacts = work.artifacts(config, store, invocation.run_text)
+        sample = torch.from_numpy(work.documents[TRAIN][0].input_ids[: config.data.max_seq_len])
+        targets = load_targets(config, work.target_devices, sample)
+        target = targets[work.target_devices[0]]
         check_target(stored, target)
-        note(summary(plan, documents, artifacts, target_devices, drafter_devices))
-
-        replicas, progress = make_replicas(config, drafter_devices), Progress()
-        if stored is not None:
-            folder, state = stored
-            note_artifact_changes(state, artifacts)
-            checkpoint.restore(folder, list(replicas.values()))
-            progress = Progress(state.step, state.updates, {**progress.counters, **state.counters})
-            note(f"resuming after step {state.step} from {folder}")
+        note(summary(work, artifacts))
+        replicas = make_replicas(config, work.drafter_devices)
         return cls(
-            config,
-            output,
-            documents,
-            plan,
-            target_devices,
-            drafter_devices,
-            artifacts,
-            targets,
-            frozen_inputs(config, target, drafter_devices),
-            replicas,
-            progress,
-            extra_files(config, invocation, target, documents),
+            config=config,
+            output=output,
+            documents=work.documents,
+            plan=work.plan,
+            target_devices=work.target_devices,
+            drafter_devices=work.drafter_devices,
+            artifacts=artifacts,
+            targets=targets,
+            fixed_inputs=frozen_inputs(config, target, work.drafter_devices),
+            replicas=replicas,
+            progress=Progress() if stored is None else restored(stored, artifacts, replicas),
+            extra_files=extra_files(config, invocation, target, work.documents),
         )
 
     @property
@@ -218,6 +246,20 @@ def make_replicas(config: RunConfig, devices: Sequence[torch.device]) -> dict[to
     fresh = init_parameters(config.drafter, config.train.seed, "cpu")
     dtype = getattr(torch, config.drafter.dtype)
     return {device: Replica(fresh, dtype, device) for device in dict.fromkeys(devices)}
+
+
+def restored(
+    stored: tuple[Path, checkpoint.State],
+    artifacts: Mapping[tuple[str, Bucket], Artifact],
+    replicas: Mapping[torch.device, Replica],
+) -> Progress:
+    """Load the checkpoint into the replicas and return how far it is."""
+    folder, state = stored
+    note_artifact_changes(state, artifacts)
+    checkpoint.restore(folder, list(replicas.values()))
+    note(f"resuming after step {state.step} from {folder}")
+    fresh = Progress()
+    return Progress(state.step, state.updates, {**fresh.counters, **state.counters})
 
 
 def find_checkpoint(output: Path, resume: bool) -> tuple[Path, checkpoint.State] | None:
@@ -255,12 +297,12 @@ def check_same_run(
         )
     if not differences and state.plan != plan.digest():
         differences.append(
-            "the micro-batches of a step: keep train.grad_accum x drafters, and the number of steps, as they were"
+            "the micro-batches of a step: keep train.grad_accum x drafters, and the number of steps"
         )
     if differences:
         raise ConfigError(
             f"cannot resume {folder}: " + "; ".join(differences),
-            f"take the run file of the checkpoint, `{folder / provenance.RUN_FILE}`, or name another `--output`",
+            f"use the checkpoint's run file, `{folder / provenance.RUN_FILE}`, or name another `--output`",
         )
 
 
@@ -287,25 +329,35 @@ def note_artifact_changes(state: checkpoint.State, artifacts: Mapping[tuple[str,
     changed = [name for name, digests in now.items() if state.artifacts.get(name, digests) != digests]
     if changed:
         warn(
-            f"other artifacts than before the interruption: {', '.join(changed)}; the run goes on, but its bits "
-            "may differ (`dflash-aot doctor --against` the checkpoint says what changed)"
+            f"other artifacts than before the interruption: {', '.join(changed)}; the run goes on, but "
+            "its bits may differ (`dflash-aot doctor --against` the checkpoint says what changed)"
         )
 
 
-def summary(
-    plan: RunPlan,
-    documents: Mapping[str, Documents],
-    artifacts: Mapping[tuple[str, Bucket], Artifact],
-    targets: Sequence[torch.device],
-    drafters: Sequence[torch.device],
-) -> str:
+def summary(work: Work, artifacts: Mapping[tuple[str, Bucket], Artifact]) -> str:
     """One line on what is about to run."""
+    plan = work.plan
     padding = ", ".join(f"{program} padding {100 * share:.0f}%" for program, share in plan.padding().items())
     return (
-        f"{plan.total_steps} steps of {plan.micro_batches_per_step} micro-batches over {len(documents[TRAIN])} "
-        f"documents ({padding}); {len(targets)} target and {len(drafters)} drafter workers; "
-        f"{len(artifacts)} artifacts verified"
+        f"{plan.total_steps} steps of {plan.micro_batches_per_step} micro-batches over "
+        f"{len(work.documents[TRAIN])} documents ({padding}); {len(work.target_devices)} target and "
+        f"{len(work.drafter_devices)} drafter workers; {len(artifacts)} artifacts verified"
     )
+
+
+def dry_run_report(config: RunConfig, store: Store, invocation: Invocation) -> dict[str, Any]:
+    """What `train` would do, its artifacts proved; nothing is loaded or written but verified copies."""
+    work = Work.of(config)
+    artifacts = work.artifacts(config, store, invocation.run_text)
+    return {
+        "steps": work.plan.total_steps,
+        "micro_batches_per_step": work.plan.micro_batches_per_step,
+        "documents": {program: len(split) for program, split in work.documents.items()},
+        "padding": {program: round(share, 4) for program, share in work.plan.padding().items()},
+        "target_devices": [str(device) for device in work.target_devices],
+        "drafter_devices": [str(device) for device in work.drafter_devices],
+        "artifacts": [f"{program} {bucket}" for program, bucket in sorted(artifacts)],
+    }
 
 
 def extra_files(
@@ -315,6 +367,7 @@ def extra_files(
     environment: dict[str, Any] = {
         **snapshot(),
         "target": {"model": config.target.model, "hash": target.model_hash},
+        "tokenizer": {"hash": documents[TRAIN].manifest["tokenizer_hash"]},
         "data": {program: split.manifest for program, split in documents.items()},
     }
     return {

@@ -1,8 +1,7 @@
-"""One target worker: runs the frozen target over a micro-batch's documents and delivers their features, packed."""
+"""One target worker: runs the frozen target over a micro-batch's documents, delivers packed features."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,20 +10,22 @@ from dflash.data.packing import load_batch
 from dflash.train.devices import on
 from dflash.train.drafter_worker import Delivery
 from dflash.train.noise import Span
-from dflash.train.plan import Round, WorkItem
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
     from dflash.config import DataConfig
     from dflash.data.dataset import Documents
     from dflash.data.packing import PackedBatch
     from dflash.target.huggingface import HuggingFaceTarget
     from dflash.train.pipeline import Hub, OrderedQueue
+    from dflash.train.plan import Round, WorkItem
 
 
 def packed_features(
     outputs: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Lay each document's features [length, n*H] and final hidden states [length, H] end to end in `tokens` rows.
+    """Lay each document's features [length, n*H] and final states [length, H] end to end in `tokens` rows.
 
     Rows beyond the last document are zero.
     """

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from token_file import read_token_file
 
 from aot.console import duration_text
 from dflash.config import load_config
@@ -22,7 +21,6 @@ from dflash.config import load_config
 RECIPE = "smollm2-cpu"
 HERE = Path(__file__).parent
 CACHE = Path(".cache")
-CHATS = CACHE / "demo" / "chats.jsonl"
 PROMPTS = int(os.environ.get("DEMO_PROMPTS", "8"))
 
 #: Seconds of each stage on two cores of a recent server, for the ETA alone.
@@ -86,14 +84,13 @@ def fetch_model(folder: Path) -> None:
     command(sys.executable, str(HERE / "convert_smollm2.py"), "--gguf", str(gguf), "--output", str(folder))
 
 
-def expand_chats() -> None:
-    """Write the committed token file as rows that `dflash prepare` reads."""
-    rows, provenance = read_token_file(HERE / "chats.safetensors.zst")
-    CHATS.parent.mkdir(parents=True, exist_ok=True)
-    with CHATS.open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")
-    print(f"text: {provenance['prompts']}; answers: {provenance['answers']}", file=sys.stderr)
+def prepare(model: Path) -> None:
+    """Expand the committed token file and tokenize, mark and split it as any text."""
+    chats, data = CACHE / "demo" / "chats.jsonl", CACHE / "demo" / "data"
+    token_file = HERE / "chats.safetensors.zst"
+    command(sys.executable, str(HERE / "token_file.py"), str(token_file), str(chats))
+    words = ("--tokenizer", str(model), "--output", str(data), "--eval-fraction", "0.03")
+    command("dflash", "prepare", str(chats), *words)
 
 
 def main() -> None:
@@ -109,7 +106,7 @@ def main() -> None:
     decode = ("--decode", str(PROMPTS))
     stages.run("model", lambda: fetch_model(model))
     stages.run("doctor", lambda: command("dflash-aot", "doctor"))
-    stages.run("prepare", lambda: (expand_chats(), prepare(model)))
+    stages.run("prepare", lambda: prepare(model))
     stages.run("plan", lambda: command("dflash-aot", "plan", RECIPE))
     stages.run("build", lambda: command("dflash-aot", "build", RECIPE, "--jobs", "2"))
     stages.run("verify", lambda: command("dflash-aot", "verify", RECIPE))
@@ -117,11 +114,6 @@ def main() -> None:
     stages.run("train", lambda: command("dflash", "train", RECIPE))
     after = stages.run("eval after", lambda: evaluate("--shuffle-features", "--unigram", *decode))
     report(before, after, stages)
-
-
-def prepare(model: Path) -> None:
-    words = ("--tokenizer", str(model), "--output", str(CACHE / "demo" / "data"), "--eval-fraction", "0.03")
-    command("dflash", "prepare", str(CHATS), *words)
 
 
 def report(before: dict[str, Any], after: dict[str, Any], stages: Stages) -> None:

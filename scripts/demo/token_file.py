@@ -5,13 +5,14 @@ mask of all N tokens, packed). Metadata: `ids` (JSON list of D conversation ids)
 """
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zstandard
-from safetensors.numpy import save
+from safetensors.numpy import load, save
 
 HEADER_LENGTH_BYTES = 8
 
@@ -34,8 +35,6 @@ def write_token_file(path: Path, rows: list[dict[str, Any]], provenance: dict[st
 
 def read_token_file(path: Path) -> tuple[Iterator[dict[str, Any]], dict[str, Any]]:
     """Return the rows of {id, input_ids, loss_mask} and the provenance."""
-    from safetensors.numpy import load
-
     payload = zstandard.ZstdDecompressor().decompress(path.read_bytes())
     header_size = int.from_bytes(payload[:HEADER_LENGTH_BYTES], "little")
     metadata = json.loads(payload[HEADER_LENGTH_BYTES : HEADER_LENGTH_BYTES + header_size])["__metadata__"]
@@ -54,3 +53,18 @@ def read_token_file(path: Path) -> tuple[Iterator[dict[str, Any]], dict[str, Any
             }
 
     return rows(), json.loads(metadata["provenance"])
+
+
+def main() -> None:
+    """Write the rows of a token file as JSON lines that `dflash prepare` reads: token_file.py FILE OUTPUT."""
+    source, output = map(Path, sys.argv[1:])
+    rows, provenance = read_token_file(source)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    for name, text in provenance.items():
+        print(f"{name}: {text}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,14 +7,18 @@ cd "$(dirname "$0")/../.."
 log=${1:-runs/smollm2-gpu.log}
 run=scripts/gpu/smollm2-gpu.toml
 mkdir -p "$(dirname "$log")"
+model=.cache/smollm2-135m-instruct
 
 prove() {
     date -u +%F
     nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
     python3 -c 'import sys, torch, triton, transformers as t
 print("Python", sys.version.split()[0], "torch", torch.__version__, "triton", triton.__version__, "transformers", t.__version__)'
+    python3 scripts/demo/token_file.py scripts/demo/chats.safetensors.zst .cache/demo/chats.jsonl
+    rm -rf .cache/demo/data runs/smollm2-gpu
     local step
     for step in \
+        "dflash prepare .cache/demo/chats.jsonl --tokenizer $model --output .cache/demo/data --eval-fraction 0.03" \
         "dflash-aot doctor" \
         "dflash-aot plan $run" \
         "dflash-aot build $run --jobs 2" \

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import golden
 
 CASES = {name: (program, bucket) for name, program, bucket in golden.cases()}
-PLANTED = "smollm2-cpu.train_step.768x48"
+PLANTED = "smollm2-cpu.train_step.512x32"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -97,7 +97,7 @@ def test_changed_stride_shows_by_name(monkeypatch):
         )
 
     monkeypatch.setattr(programs.DrafterProgram, "_input_specs", transposed)
-    assert "call_spec.inputs.features.stride: expected [2880, 1], found [1, 768]" in compared(altered())
+    assert "call_spec.inputs.features.stride: expected [2880, 1], found [1, 512]" in compared(altered())
 
 
 def test_changed_compile_option_shows_by_name(monkeypatch):

@@ -65,9 +65,9 @@ def run_eager(
     return program.run(program.config, inputs)
 
 
-def package_file(recipe: str, overrides: tuple[str, ...], program: str, bucket: Bucket, folder: Path) -> Path:
-    """Build one program of a recipe, unless an earlier session has, and return a copy of its package."""
-    request = BuildRequest(FACTORY, recipe, overrides, program, str(bucket))
+def package_file(run: str, overrides: tuple[str, ...], program: str, bucket: Bucket, folder: Path) -> Path:
+    """Build one program of a run, unless an earlier session has, and return a copy of its package."""
+    request = BuildRequest(FACTORY, run, overrides, program, str(bucket))
     store = Store(default_store())
     store.root.mkdir(parents=True, exist_ok=True)
     with (store.root.parent / "build.lock").open("w") as lock:

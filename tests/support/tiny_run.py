@@ -1,4 +1,4 @@
-"""A whole run small enough for a test: a random Llama target, a tokenizer, documents, and a run file over them.
+"""A whole run small enough for a test: a random Llama target, its tokenizer, documents and a run file.
 
 Everything is made from seeds, so its artifacts have the same keys in every session: they are built once into
 `.cache/tests/store` (or $DFLASH_TEST_STORE) and found there afterwards.
@@ -111,7 +111,7 @@ def make_target(folder: Path) -> None:
 
 
 def make_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Make and save a word-level tokenizer of exactly VOCAB entries with a chat template that marks the assistant's turns."""
+    """Make and save a word-level tokenizer of VOCAB entries whose template marks the assistant's turns."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -127,8 +127,8 @@ def make_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         additional_special_tokens=["<user>", "<assistant>", "<mask>"],
     )
     fast.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'user' %}<user> {{ m['content'] }} "
-        "{% else %}<assistant> {% generation %}{{ m['content'] }} </s> {% endgeneration %}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m['role'] == 'user' %}<user> {{ m['content'] }} {% else %}"
+        "<assistant> {% generation %}{{ m['content'] }} </s> {% endgeneration %}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<assistant> {% endif %}"
     )
     fast.save_pretrained(folder)

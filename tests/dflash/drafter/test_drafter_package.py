@@ -12,33 +12,27 @@ from dflash.config import load_config
 from dflash.drafter.programs import make_programs
 from tests.support.drafter import BUCKET, example, package_file, run_eager, run_package
 from tests.support.oracle import oracle_step, relative_errors
+from tests.support.tiny_run import RUN_FILE
 
 RECIPE = "smollm2-cpu"
-TINY = (
-    "drafter.hidden_size=64",
-    "drafter.intermediate_size=96",
-    "drafter.num_layers=2",
-    "drafter.num_heads=4",
-    "drafter.num_kv_heads=2",
-    "drafter.head_dim=16",
-    "drafter.vocab_size=256",
-    "drafter.block_size=8",
-    "loss.max_chunk_rows=64",
-    "data.buckets=[]",
-    "data.max_seq_len=128",
-    "data.token_budget=128",
-    "data.max_anchors=16",
-)
 SLIDING = (
-    *TINY,
     'drafter.layer_types=["sliding_attention", "full_attention"]',
     "drafter.sliding_window=12",
     "loss.weighting=dpace",
+    "loss.max_chunk_rows=64",
 )
 
 
-def programs(overrides):
-    return {program.name: program for program in make_programs(load_config(RECIPE, overrides))}
+@pytest.fixture
+def tiny(tmp_path):
+    """The tiny run's file; its artifacts are shared with the tests that train."""
+    path = tmp_path / "run.toml"
+    path.write_text(RUN_FILE.format(root=tmp_path))
+    return str(path)
+
+
+def programs(run, *overrides):
+    return {program.name: program for program in make_programs(load_config(run, overrides))}
 
 
 def assert_near_oracle(path, program, inputs, bucket, capsys, loss=None):
@@ -56,25 +50,25 @@ def assert_near_oracle(path, program, inputs, bucket, capsys, loss=None):
         assert error <= max(1e-5, 1.5 * twin[name]), name
 
 
-@pytest.mark.parametrize("overrides", [TINY, SLIDING], ids=["full, gamma", "sliding, dpace"])
-def test_tiny_train_step_equals_the_oracle(overrides, tmp_path, capsys):
-    program = programs(overrides)["train_step"]
-    path = package_file(RECIPE, overrides, "train_step", BUCKET, tmp_path)
+@pytest.mark.parametrize("overrides", [(), SLIDING], ids=["full, gamma", "sliding, dpace"])
+def test_tiny_train_step_equals_the_oracle(overrides, tiny, tmp_path, capsys):
+    program = programs(tiny, *overrides)["train_step"]
+    path = package_file(tiny, overrides, "train_step", BUCKET, tmp_path)
     for seed in (1, 2):
         assert_near_oracle(path, program, example(program, seed), BUCKET, capsys)
 
 
-def test_one_package_serves_every_weighting_of_the_loss(tmp_path, capsys):
-    program = programs(TINY)["train_step"]
-    path = package_file(RECIPE, TINY, "train_step", BUCKET, tmp_path)
+def test_one_package_serves_every_weighting_of_the_loss(tiny, tmp_path, capsys):
+    program = programs(tiny)["train_step"]
+    path = package_file(tiny, (), "train_step", BUCKET, tmp_path)
     for change in ("loss.cap_weight=0.7", "loss.kl_weight=0.6", "loss.temperature=0.7", "loss.gamma=3.0"):
-        other = programs((*TINY, change))["train_step"]
+        other = programs(tiny, change)["train_step"]
         assert_near_oracle(path, program, example(other, seed=1), BUCKET, capsys, other.loss)
 
 
-def test_tiny_eval_step_equals_the_oracle(tmp_path, capsys):
-    program = programs(TINY)["eval_step"]
-    path = package_file(RECIPE, TINY, "eval_step", BUCKET, tmp_path)
+def test_tiny_eval_step_equals_the_oracle(tiny, tmp_path, capsys):
+    program = programs(tiny)["eval_step"]
+    path = package_file(tiny, (), "eval_step", BUCKET, tmp_path)
     assert_near_oracle(path, program, example(program, seed=1), BUCKET, capsys)
 
 
@@ -88,9 +82,9 @@ torch.save(loader.run(torch.load(inputs)), outputs)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
-def test_a_package_runs_with_any_number_of_threads(threads, tmp_path):
-    program = programs(TINY)["train_step"]
-    path = package_file(RECIPE, TINY, "train_step", BUCKET, tmp_path)
+def test_a_package_runs_with_any_number_of_threads(threads, tiny, tmp_path):
+    program = programs(tiny)["train_step"]
+    path = package_file(tiny, (), "train_step", BUCKET, tmp_path)
     inputs = example(program, seed=1)
     torch.save(list(inputs.values()), tmp_path / "inputs.pt")
     subprocess.run(
@@ -117,6 +111,6 @@ DEMO_CASES = [
     [DEMO_CASES[0], *(pytest.param(*case, marks=pytest.mark.long) for case in DEMO_CASES[1:])],
 )
 def test_demo_bucket_equals_the_oracle(name, bucket, tmp_path, capsys):
-    bucket, program = Bucket.parse(bucket), programs(())[name]
+    bucket, program = Bucket.parse(bucket), programs(RECIPE)[name]
     path = package_file(RECIPE, (), name, bucket, tmp_path)
     assert_near_oracle(path, program, example(program, 1, bucket), bucket, capsys)

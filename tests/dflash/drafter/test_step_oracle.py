@@ -34,6 +34,24 @@ def test_both_steps_equal_the_oracle_in_float64(backend, changes, loss):
     assert {f"grad.{name}" for name in parameter_shapes(train.config)} < set(reference)
 
 
+def test_a_row_full_to_its_end_and_invalid_anchors_inside_it():
+    """The last document ends with the row, an anchor just before; invalid anchors lie on real tokens."""
+    program, _ = tiny_programs()
+    inputs = example(program, seed=1)
+    start = inputs["doc_ids"].tolist().index(3)
+    for name in ("doc_ids", "position_ids", "loss_mask", "anchors", "context_start"):
+        inputs[name] = inputs[name].clone()
+    inputs["doc_ids"][start:] = 3
+    inputs["position_ids"][start:] = torch.arange(128 - start)
+    inputs["loss_mask"][start:] = True
+    last = int(inputs["anchor_valid"].sum()) - 1
+    inputs["anchors"][last], inputs["context_start"][last] = 126, start
+    inputs["anchors"][last + 1 :] = inputs["context_start"][last + 1 :] = 5
+    reference, _ = oracle_step(program.config, LOSS, inputs)
+    name, error = worst(relative_errors(run_eager(program, inputs, double=True), reference))
+    assert error < 1e-12, name
+
+
 def trained(program, steps=30):
     """Parameters after some steps on fresh batches, with the frozen embedding and head they belong to."""
     inputs = example(program, seed=100)

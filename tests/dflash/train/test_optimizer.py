@@ -1,5 +1,6 @@
 """AdamW against torch's, the schedule, the norm, and the gradient sum."""
 
+import itertools
 import math
 
 import pytest
@@ -72,7 +73,7 @@ def test_learning_rate_warms_up_linearly_and_ends_at_the_floor():
     config = TrainConfig(lr=1.0, warmup_ratio=0.1, min_lr_ratio=0.1)
     rates = [learning_rate(step, 99, config) for step in range(1, 100)]
     assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
-    assert all(a > b for a, b in zip(rates[9:], rates[10:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(rates[9:]))
     assert rates[54] == pytest.approx(0.55)
     assert rates[-1] == pytest.approx(0.1, abs=1e-3)
 
