@@ -82,17 +82,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope(config: DrafterConfig, position_S: Tensor, dtype: torch.dtype) -> Rope:
-    """Return cosines and sines [S, D]. Angles are float32 whatever the dtype, as in the served model."""
-    even = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=position_S.device)
-    angle = position_S.float()[:, None] * (1.0 / config.rope_theta ** (even / config.head_dim))
-    angle_SD = torch.cat((angle, angle), dim=-1)
-    return angle_SD.cos().to(dtype), angle_SD.sin().to(dtype)
+    """Return cosines and signed sines [S, D]. Angles are float32 whatever the dtype, as in the served model.
+
+    Every element is computed for itself and the first half of the sines is negated, so that rotating needs no
+    concatenation. One would put the sine under a mask in compiled CPU code, whose idle lanes hold stack
+    garbage; a vector sine takes its slow path when any lane is large, and the others' last bit came to depend
+    on it: two equal runs parted.
+    """
+    lane_D = torch.arange(config.head_dim, device=position_S.device)
+    half = config.head_dim // 2
+    frequency_D = 1.0 / config.rope_theta ** ((lane_D % half).float() * 2 / config.head_dim)
+    angle_SD = position_S.float()[:, None] * frequency_D
+    sign_D = torch.where(lane_D < half, -1.0, 1.0)
+    return angle_SD.cos().to(dtype), (angle_SD.sin() * sign_D).to(dtype)
 
 
 def _rotate(x: Tensor, rope: Rope) -> Tensor:
-    cos, sin = rope
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+    cos, signed_sin = rope
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * signed_sin
 
 
 def _heads(config: DrafterConfig, x_SN: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
 from aot.console import duration_text
 from dflash.config import load_config
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 HIDDEN, VOCAB, LAYERS = 64, 256, 4
 SMALL, LARGE = "128x16", "256x32"
+#: What the run file emits.
+NEEDS = [("train_step", SMALL), ("train_step", LARGE), ("eval_step", LARGE)]
 REPOSITORY = Path(__file__).resolve().parents[2]
 FACTORY = "dflash.drafter.programs:program_set"
 
