@@ -1,6 +1,6 @@
 """The run file: one typed schema for TOML, flags, environment and help.
 
-Precedence: flags (`--set section.key=value`) > environment (`DFLASH_SECTION__KEY=value`) > run file > defaults.
+Precedence: flags (`--set section.key=value`), environment (`DFLASH_SECTION__KEY=value`), run file, defaults.
 Unknown keys are errors. This module imports no torch.
 """
 
@@ -26,7 +26,7 @@ class Section(pydantic.BaseModel):
 
 
 class DrafterConfig(Section):
-    """Shape of the drafter; hidden size and vocabulary are the target's, whose embedding and head it shares."""
+    """Shape of the drafter; hidden size and vocabulary are the target's, whose embedding it shares."""
 
     hidden_size: int = Field(gt=0)
     intermediate_size: int = Field(gt=0)
@@ -49,7 +49,7 @@ class DrafterConfig(Section):
     sliding_window: int | None = Field(default=None, gt=0)
     is_causal: bool | None = Field(
         default=None,
-        description="causality inside the block; when absent, sliding layers are causal and full layers are not",
+        description="causality inside the block; when absent, sliding layers are causal, full ones not",
     )
     attention: Literal["sdpa", "flex"] = "sdpa"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -63,7 +63,9 @@ class DrafterConfig(Section):
         if "sliding_attention" in self.resolved_layer_types and self.sliding_window is None:
             raise ValueError("sliding_attention layers need sliding_window")
         if self.mask_token_id >= self.vocab_size:
-            raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id} is not in a vocabulary of {self.vocab_size}"
+            )
         if any(not 0 <= i < self.num_target_layers for i in self.target_layer_ids):
             raise ValueError(f"target_layer_ids must lie in 0..{self.num_target_layers - 1}")
         return self
@@ -86,7 +88,9 @@ class LossConfig(Section):
     temperature: float = Field(default=1.0, gt=0)
     cap: Literal["confidence"] = "confidence"
     cap_weight: float = Field(default=0.0, ge=0)
-    max_chunk_rows: int = Field(default=2048, gt=0, description="rows of logits held at once, at most 16 chunks")
+    max_chunk_rows: int = Field(
+        default=2048, gt=0, description="rows of logits held at once; at most 16 chunks"
+    )
 
 
 class DataConfig(Section):
@@ -131,7 +135,7 @@ class TrainConfig(Section):
 
 
 class EvalConfig(Section):
-    eval_every: int = Field(default=0, ge=0, description="optimizer steps between held-out evaluations; 0: at the end only")
+    eval_every: int = Field(default=0, ge=0, description="optimizer steps between evaluations; 0: at the end")
     eval_max_batches: int | None = Field(default=None, gt=0)
 
 
@@ -173,7 +177,7 @@ class RunConfig(Section):
                     "is not a multiple of 128"
                 )
         if self.data.max_seq_len > self.data.token_budget:
-            raise ValueError("data.max_seq_len is larger than data.token_budget: such a document fits no bucket")
+            raise ValueError("data.max_seq_len exceeds data.token_budget: such a document fits no bucket")
         return self
 
 
@@ -219,7 +223,7 @@ def _assign(values: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def environment_overrides(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return {dotted key: value} of variables such as `DFLASH_TRAIN__LR` (other DFLASH_* variables have no `__`)."""
+    """Return {dotted key: value} of variables such as `DFLASH_TRAIN__LR`; names without `__` are others'."""
     environ = os.environ if environ is None else environ
     return {
         name[len(ENVIRONMENT_PREFIX) :].lower().replace("__", "."): _parse_value(value)
@@ -247,7 +251,8 @@ def validate(values: Mapping[str, Any], source: str) -> RunConfig:
         problems = []
         for item in error.errors():
             where = ".".join(str(part) for part in item["loc"]) or "run"
-            what = "unknown key" if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
+            unknown = item["type"] == "extra_forbidden"
+            what = "unknown key" if unknown else item["msg"].removeprefix("Value error, ")
             problems.append(f"{where}: {what}")
         raise ConfigError(
             f"{source}: " + "; ".join(problems), "`dflash config schema` lists every key with its type"

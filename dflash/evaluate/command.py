@@ -1,8 +1,7 @@
-"""What `dflash eval` does: one drafter, its held-out split, and whatever controls and decoding were asked for."""
+"""What `dflash eval` does: one drafter, its held-out split, and the controls that were asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,8 @@ from dflash.train.session import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from aot.store import Store
     from dflash.config import RunConfig
     from dflash.data.dataset import Documents
@@ -54,9 +55,9 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Return the report as JSON values.
 
-    Always the means of `Sums.summary` with `token_ce_se`; with the controls, `shuffled` (CE per slot with foreign
-    features, the increase and its standard error) and `unigram_ce`; with prompts, `decode`. Raises UserError for
-    whatever is missing.
+    Always the means of `Sums.summary` with `token_ce_se`; with the controls, `shuffled` (CE per slot with
+    foreign features, the increase and its standard error) and `unigram_ce`; with prompts, `decode`. Raises
+    UserError for whatever is missing.
     """
     make_reproducible()
     target_device = resolve_devices(config.topology.target_devices, "topology.target_devices")[0]

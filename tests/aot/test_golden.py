@@ -2,9 +2,8 @@
 
 import dataclasses
 import json
-import sys
-from pathlib import Path
 
+import golden
 import pytest
 
 from aot.buckets import Bucket
@@ -14,9 +13,6 @@ from dflash.config import load_config
 from dflash.drafter import programs, step
 from dflash.drafter.block_mask import MaskRule
 from dflash.drafter.programs import TrainStep, make_programs
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import golden
 
 CASES = {name: (program, bucket) for name, program, bucket in golden.cases()}
 PLANTED = "smollm2-cpu.train_step.512x32"

@@ -15,10 +15,9 @@ import torch
 from aot.cli import cli
 from aot.console import run
 from aot.store import Store
-from tests.support.tiny_run import REPOSITORY, SMALL, TinyRun
+from tests.support.tiny_run import LARGE, REPOSITORY, TinyRun
 
 OK, CORRUPT, UNCHECKED, STALE = 0, 1, 4, 8
-BUCKETS = "128x16,256x32"
 
 
 @pytest.fixture
@@ -29,13 +28,13 @@ def store(tiny: TinyRun, tmp_path: Path) -> Store:
 
 
 def verify(tiny: TinyRun, store: Store) -> int:
-    return run(cli, "dflash-aot", ["verify", tiny.run_file, "--store", str(store.root)])
+    return run(cli, "dflash-aot", ["verify", tiny.run_file, "--buckets", LARGE, "--store", str(store.root)])
 
 
 def newest(store: Store, program: str) -> Path:
     """The manifest of the artifact in use; the shared store may hold those of older sources."""
     [*_, last] = sorted(
-        (store.manifest_root / program / SMALL).glob("*.json"), key=lambda path: path.stat().st_mtime
+        (store.manifest_root / program / LARGE).glob("*.json"), key=lambda path: path.stat().st_mtime
     )
     return last
 
@@ -64,10 +63,14 @@ def omit_the_eval_step(store: Store) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Store], None], int, str]] = {
-    "a flipped byte": (flip_a_byte, CORRUPT, rf"train_step {SMALL}.*bytes +corrupt"),
-    "a truncated file": (truncate, CORRUPT, rf"train_step {SMALL}.*bytes +corrupt"),
-    "an edited manifest": (edit_the_manifest, CORRUPT, rf"train_step/{SMALL}/\w+ +bytes +corrupt"),
-    "an omitted eval bucket": (omit_the_eval_step, UNCHECKED, r"eval_step 256x32 +bytes +unchecked +no artifact"),
+    "a flipped byte": (flip_a_byte, CORRUPT, rf"train_step {LARGE}.*bytes +corrupt"),
+    "a truncated file": (truncate, CORRUPT, rf"train_step {LARGE}.*bytes +corrupt"),
+    "an edited manifest": (edit_the_manifest, CORRUPT, rf"train_step/{LARGE}/\w+ +bytes +corrupt"),
+    "an omitted eval bucket": (
+        omit_the_eval_step,
+        UNCHECKED,
+        r"eval_step 256x32 +bytes +unchecked +no artifact",
+    ),
 }
 
 
@@ -82,7 +85,7 @@ def test_names_the_artifact_and_the_command(
     assert verify(tiny, store) == code
     said = capsys.readouterr()
     assert re.search(line, said.out), said.out
-    assert f"hint: `dflash-aot build {tiny.run_file} --buckets {BUCKETS}" in said.err
+    assert f"hint: `dflash-aot build {tiny.run_file} --buckets {LARGE}" in said.err
 
 
 def test_names_another_torch_commit(
@@ -92,10 +95,12 @@ def test_names_another_torch_commit(
     assert verify(tiny, store) == STALE
     said = capsys.readouterr()
     assert re.search(r"env +stale +.*torch_git.*f{40}", said.out), said.out
-    assert f"hint: `dflash-aot build {tiny.run_file} --buckets {BUCKETS}" in said.err
+    assert f"hint: `dflash-aot build {tiny.run_file} --buckets {LARGE}" in said.err
 
 
-def verify_with_model_edited(tiny: TinyRun, folder: Path, edit: Callable[[str], str]) -> tuple[int, dict, str]:
+def verify_with_model_edited(
+    tiny: TinyRun, folder: Path, edit: Callable[[str], str]
+) -> tuple[int, dict, str]:
     """Run the command from a copy of the packages whose dflash/drafter/model.py is edited."""
     for package in ("aot", "dflash"):
         shutil.copytree(REPOSITORY / package, folder / package)
@@ -103,9 +108,13 @@ def verify_with_model_edited(tiny: TinyRun, folder: Path, edit: Callable[[str], 
     before = path.read_text()
     path.write_text(edit(before))
     assert path.read_text() != before
-    command = [sys.executable, "-m", "aot.cli", "verify", tiny.run_file, "--store", str(tiny.store), "--json"]
+    arguments = ["verify", tiny.run_file, "--buckets", LARGE, "--store", str(tiny.store), "--json"]
     result = subprocess.run(
-        command, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, text=True
+        [sys.executable, "-m", "aot.cli", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
     )
     return result.returncode, json.loads(result.stdout), result.stderr
 

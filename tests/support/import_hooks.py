@@ -1,4 +1,4 @@
-"""Changes to a subprocess's modules: a `sitecustomize.py` on its PYTHONPATH calls these before anything runs."""
+"""Changes to a subprocess's modules, made by a `sitecustomize.py` on its PYTHONPATH before anything else runs."""
 
 import importlib.abc
 import os
@@ -71,7 +71,7 @@ def kill_at(point: str) -> None:
 
 
 def write_sitecustomize(folder: Path, code: str) -> str:
-    """Write `code` into a folder and return it; a process that has it on its PYTHONPATH runs the code first."""
+    """Write `code` into a folder and return it; a process with that on its PYTHONPATH runs the code first."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sitecustomize.py").write_text(f"from tests.support import import_hooks\n{code}\n")
     return str(folder)
