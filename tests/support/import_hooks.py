@@ -1,4 +1,4 @@
-"""Changes to a subprocess's modules, made by a `sitecustomize.py` on its PYTHONPATH before anything else runs."""
+"""Changes to the modules of a subprocess, made by a `sitecustomize.py` that lies on its PYTHONPATH."""
 
 import importlib.abc
 import os
