@@ -10,7 +10,8 @@ SETUP := .venv/.ready
 endif
 BIN := $(abspath $(VENV))/bin
 WORKERS ?= 2
-# Test workers share the cores; a compiler or a step then times the same alone and in company.
+# Test workers share the cores: an idle OpenMP thread must not spin on them.
+export OMP_WAIT_POLICY ?= PASSIVE
 export PATH := $(BIN):$(PATH)
 
 .PHONY: setup demo test test-long check bench golden

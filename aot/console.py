@@ -61,6 +61,8 @@ def run(cli: click.Command, name: str, arguments: Sequence[str] | None = None) -
     UserError exits with its own code, a usage error with 64, a fault of the machine with 69, Ctrl-C with 130.
     Any other exception is a bug and keeps its traceback.
     """
+    # Read when torch loads OpenMP. Several workers share the cores: one that waits must not spin on them.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         code = cli.main(args=arguments, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
