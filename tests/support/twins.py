@@ -23,7 +23,7 @@ class OffByATenThousandth(ToyStep):
 
 
 class WrongTwin(ToyStep):
-    """Its float64 twin computes something else altogether, which the eager float32 step is no yardstick for."""
+    """Its float64 twin computes something else, for which the eager step is no yardstick."""
 
     def reference(self, bucket, inputs):
         loss, grad_w1, grad_w2 = super().reference(bucket, inputs)
