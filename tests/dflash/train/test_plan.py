@@ -137,3 +137,11 @@ def test_a_split_with_nothing_to_train_on_is_a_start_up_error(split):
 def test_there_is_no_histogram_before_the_data_is_there(tmp_path):
     absent = RunConfig(drafter=DRAFTER, data={**DATA, "train": str(tmp_path / "nowhere")})
     assert run_histogram(absent) is None
+
+
+def test_the_same_step_is_the_same_plan_for_every_number_of_drafters():
+    digests = {
+        make(train={"grad_accum": 12 // drafters}, topology={"drafter_devices": ("cpu",) * drafters}).digest()
+        for drafters in (1, 2, 3)
+    }
+    assert len(digests) == 1
