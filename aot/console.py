@@ -127,6 +127,19 @@ def note(message: str) -> None:
     click.echo(message, err=True)
 
 
+def at_intervals(show: Callable[[int], None], seconds: float = 2.0) -> Callable[[int], None]:
+    """Return `show`, called at most once every `seconds`."""
+    last = time.monotonic()
+
+    def shown(value: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= seconds:
+            last = time.monotonic()
+            show(value)
+
+    return shown
+
+
 def _say(label: str, colour: str, text: str) -> None:
     plain = "NO_COLOR" in os.environ or not sys.stderr.isatty()
     head = f"{label}:" if plain else click.style(f"{label}:", fg=colour, bold=True)

@@ -123,7 +123,7 @@ def prepare(
         eval_fraction=eval_fraction,
         max_bad_rate=max_bad_rate,
         overwrite=overwrite,
-        progress=lambda rows: console.note(f"{rows} rows read"),
+        progress=console.at_intervals(lambda rows: console.note(f"{rows} rows read")),
     )
     if as_json:
         emit_json({"schema": SCHEMA, **asdict(report)})

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 REJECTED_NAME = "rejected.jsonl"
-PROGRESS_ROWS = 1000
+PROGRESS_ROWS = 100
 
 
 class TooManyBadRows(UserError):

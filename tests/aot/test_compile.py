@@ -17,6 +17,9 @@ from aot.store import Store
 from tests.support import broken
 from tests.support.toy import FACTORY, LARGE, SMALL, ToyStep, requests, toy_step
 
+# They build in one folder, at the path that the session's artifacts were built at.
+pytestmark = pytest.mark.xdist_group("toy-build")
+
 
 def broken_request(program: str) -> BuildRequest:
     return BuildRequest(broken.FACTORY, "toy", (), program, str(SMALL))
