@@ -24,15 +24,15 @@ PROMPTS = int(os.environ.get("DEMO_PROMPTS", "8"))
 
 #: Seconds of each stage on two cores of a recent server, for the ETA alone.
 EXPECTED_SECONDS = {
-    "model": 40,
-    "doctor": 10,
-    "prepare": 15,
-    "plan": 10,
-    "build": 150,
-    "verify": 60,
-    "eval before": 60,
-    "train": 400,
-    "eval after": 80,
+    "model": 30,
+    "doctor": 3,
+    "prepare": 10,
+    "plan": 3,
+    "build": 190,
+    "verify": 3,
+    "eval before": 70,
+    "train": 460,
+    "eval after": 90,
 }
 
 
@@ -102,7 +102,7 @@ def main() -> None:
     def evaluate(*words: str) -> dict[str, Any]:
         return json.loads(command("dflash", "eval", RECIPE, "--json", *words))
 
-    decode = ("--decode", str(PROMPTS))
+    decode = ("--decode", str(PROMPTS), "--max-new-tokens", "40")
     stages.run("model", lambda: fetch_model(model))
     stages.run("doctor", lambda: command("dflash-aot", "doctor"))
     stages.run("prepare", lambda: prepare(model))
