@@ -39,7 +39,9 @@ def fixture_fingerprint() -> Fingerprint:
 
 def torch_minor(version: str) -> str:
     """Return `2.13` of `2.13.0+cpu`: graphs differ between minors."""
-    return ".".join(version.split(".")[:2])
+    from aot.trace import torch_release
+
+    return "{}.{}".format(*torch_release(version))
 
 
 @dataclass(frozen=True)

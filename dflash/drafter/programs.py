@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from dflash.drafter.model import parameter_shapes
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from aot.buckets import Bucket, LengthHistogram
+    from aot.buckets import Bucket
     from dflash.config import DrafterConfig, LossConfig, RunConfig
 
 # What the graph does not depend on. All else in the sections is structure, and in the key.
@@ -270,22 +269,10 @@ def make_programs(config: RunConfig) -> tuple[TrainStep, EvalStep]:
     return TrainStep(config.drafter, config.loss), EvalStep(config.drafter, config.loss)
 
 
-def _histogram(config: RunConfig) -> LengthHistogram | None:
-    """The sizes that the run's data will emit; None while the data is not there."""
-    folders = [folder for folder in (config.data.train, config.data.eval) if folder]
-    if not config.data.train or not all(Path(folder).is_dir() for folder in folders):
-        return None
-    from dflash.data.dataset import Documents
-    from dflash.train.plan import RunPlan
-
-    train = Documents.open(config.data.train)
-    held_out = Documents.open(config.data.eval) if config.data.eval else None
-    return RunPlan.make(config, train, held_out).histogram()
-
-
 def program_set(run_file: str, overrides: Sequence[str]) -> ProgramSet:
     """Entry point of group `aot.programs`: the programs, buckets and sizes of a run file or recipe."""
     from dflash.config import load_config
+    from dflash.train.plan import run_histogram
 
     config = load_config(run_file, overrides)
-    return ProgramSet(make_programs(config), config.data.resolved_buckets, _histogram(config))
+    return ProgramSet(make_programs(config), config.data.resolved_buckets, run_histogram(config))
