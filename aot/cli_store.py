@@ -189,7 +189,7 @@ def du(store_root: Path, as_json: bool) -> int:
     type=click.Path(exists=True, path_type=Path),
     help="A lock file, a checkpoint, or a folder of such: what they name stays. May be repeated.",
 )
-@click.option("--all", "nothing_kept", is_flag=True, help="Keep nothing.")
+@click.option("--all", "nothing_kept", is_flag=True, help="Nothing is to be kept.")
 @click.option("--delete", is_flag=True, help="Remove it; without this, only list it.")
 @store_option
 @json_option
@@ -203,7 +203,7 @@ def gc(roots: tuple[Path, ...], nothing_kept: bool, delete: bool, store_root: Pa
 
     if nothing_kept == bool(roots):
         raise ConfigError(
-            "say what to keep", "e.g. `--keep artifacts.lock --keep runs`, or `--all` for nothing"
+            "say what to keep, or that all may go", "e.g. `--keep artifacts.lock --keep runs`, or `--all`"
         )
     keep = named_keys(roots)
     store = Store(store_root)
@@ -235,7 +235,7 @@ def show_checks(results: Sequence[CheckResult], as_json: bool) -> int:
             (
                 result.request.program,
                 result.request.bucket,
-                ", ".join(result.differing) or "the same bytes twice",
+                ", ".join(result.differing) or "none: the same bytes",
             )
             for result in results
         ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aot.durable import sync_folder
@@ -20,6 +19,7 @@ from aot.store import STORE_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from aot.store import Store
 
@@ -50,8 +50,8 @@ class Usage:
 def named_keys(paths: Iterable[Path]) -> set[str]:
     """Return every key that the lock files at or below `paths` name.
 
-    Raises ConfigError for a path that is not there or holds no lock file (it is mistyped more often than it is
-    empty), and for a lock file that cannot be read: then nothing may be called unnamed.
+    Raises ConfigError for a folder without a lock file (it is mistyped more often than it is empty), and for
+    a lock file that cannot be read: then nothing may be called unnamed.
     """
     keys: set[str] = set()
     for path in paths:
@@ -72,9 +72,7 @@ def _keys_of(file: Path) -> set[str]:
             return keys
     except (ValueError, KeyError, TypeError):
         pass
-    raise ConfigError(
-        f"'{file}' is no lock file", "nothing was removed; write it again with `dflash-aot build`"
-    )
+    raise ConfigError(f"'{file}' is no lock file", "`dflash-aot build` writes one")
 
 
 def garbage(store: Store, keep: set[str]) -> Garbage:

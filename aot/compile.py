@@ -175,7 +175,7 @@ def check(
 
 
 def _run_all(workers: list[_Worker], jobs: int, report: Progress) -> list[_Worker]:
-    """Run workers, `jobs` at a time, to their end. Raises BuildFailed if any failed, after the others ended."""
+    """Run workers, `jobs` at a time. Raises BuildFailed if any failed, after the others have ended."""
     waiting, failures, done = list(workers), [], []
     with _killed_on_exit([]) as running:
         while waiting or running:

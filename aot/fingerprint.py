@@ -107,7 +107,7 @@ class Fingerprint:
 
 
 def _runs_binaries_of(mine: str, theirs: str) -> bool:
-    """Whether a GPU `mine` executes what was compiled for `theirs`: the same major, a minor as high or higher.
+    """Whether a GPU `mine` executes what was compiled for `theirs`: same major, a minor as high or higher.
 
     From sm_90 on, kernels use features of exactly one architecture, which no other has.
     """

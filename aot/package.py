@@ -1,6 +1,6 @@
-"""What becomes of a .pt2 between the compiler and the store: no sources, no paths of the machine, one spelling.
+"""What becomes of a .pt2 between the compiler and the store: no sources, no paths of the machine.
 
-Paths tell who built a package, and where. A path is replaced by one of the same length, so that no offset in
+Paths tell who built a package, and where. Each is replaced by one of the same length, so that no offset in
 a library moves; the compiled code uses the paths in it for messages, and only the last part of a kernel's.
 """
 

@@ -236,7 +236,7 @@ class Store:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock under which names appear and vanish. Raises OSError if the store cannot be written."""
+        """Hold the lock under which names appear and vanish. OSError if the store cannot be written."""
         make_folders(self.root)
         check_trusted_folder(self.root)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -1,7 +1,7 @@
 """Builds for other CPUs: `cpu:x86-64-v3` stands for every machine that has the instructions of that level.
 
-A target replaces the machine's instructions in the fingerprint and tells the compiler to use no others. A machine
-with more instructions accepts such an artifact, one with fewer refuses it by name.
+A target replaces the machine's instructions in the fingerprint and tells the compiler to use no others. A
+machine with more instructions accepts such an artifact, one with fewer refuses it by name.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from aot.errors import ConfigError, UserError
 from aot.manifest import KeyInputs
 from aot.program import TensorSpec
 from aot.source import digest_of_files, source_files
-from aot.target import Target
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from aot.buckets import Bucket
     from aot.fingerprint import Fingerprint
     from aot.program import Program
+    from aot.target import Target
 
 Option = bool | int | str
 
