@@ -1,11 +1,8 @@
 import dataclasses
-import errno
 import fcntl
 import hashlib
-import multiprocessing
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -13,8 +10,7 @@ import time
 import pytest
 import zstandard
 
-from aot.buckets import Bucket
-from aot.errors import CorruptArtifact, UserError
+from aot.errors import CorruptArtifact
 from aot.manifest import Manifest
 from aot.store import Store, default_store_root
 from tests.support.stores import inputs_of, package_bytes

@@ -209,14 +209,7 @@ def test_a_temporary_folder_that_is_no_good_is_told(
     run = f"'{sys.executable}' -c \"$0\" '{toy_store.root}' '{private}'"
     mount = f"mount -t tmpfs -o {options} tmpfs '{folder}'"
     result = subprocess.run(
-        [
-            "unshare",
-            "-m",
-            "sh",
-            "-c",
-            f"mount -t tmpfs -o {options} tmpfs '{folder}' && {run}",
-            LOAD_IN_TMPDIR,
-        ],
+        ["unshare", "-m", "sh", "-c", f"{mount} && {run}", LOAD_IN_TMPDIR],
         env={**child_environment(), "TMPDIR": str(folder)},
         capture_output=True,
         text=True,
