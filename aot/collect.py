@@ -28,9 +28,10 @@ LOCK_NAME = "artifacts.lock"
 
 @dataclass(frozen=True)
 class Garbage:
-    """What may go: manifests (with what lies beside them), blobs, and folders of the store's own work."""
+    """What may go: manifests, what lies beside them or was left behind there, blobs, the quarantine."""
 
     manifests: tuple[Path, ...]
+    beside: tuple[Path, ...]
     blobs: tuple[Path, ...]
     aside: tuple[Path, ...]
     size: int
@@ -83,9 +84,13 @@ def garbage(store: Store, keep: set[str]) -> Garbage:
     wanted = [path for path in store.manifest_paths() if path.stem in keep]
     blobs = _blobs_but_of(store, wanted)
     aside = [path for path in (store.quarantine_root,) if path.is_dir()]
-    beside = [path for manifest in unwanted for path in _beside(manifest)]
+    beside = [
+        path
+        for path in sorted(store.manifest_root.glob("*/*/*"))
+        if path.suffix != ".json" and path.stem not in keep
+    ]
     size = sum(map(_size, (*unwanted, *beside, *blobs, *aside)))
-    return Garbage(tuple(unwanted), tuple(blobs), tuple(aside), size)
+    return Garbage(tuple(unwanted), tuple(beside), tuple(blobs), tuple(aside), size)
 
 
 def _blobs_but_of(store: Store, manifests: Sequence[Path]) -> list[Path]:
@@ -110,11 +115,9 @@ def collect(store: Store, keep: set[str]) -> Garbage:
             found = garbage(store, keep)
             for manifest in found.manifests:
                 manifest.unlink()
-                for path in _beside(manifest):
-                    path.unlink()
                 sync_folder(manifest.parent)
-            for blob in found.blobs:
-                blob.unlink()
+            for path in (*found.beside, *found.blobs):
+                path.unlink()
             for folder in found.aside:
                 shutil.rmtree(folder)
     except OSError as error:
@@ -145,11 +148,6 @@ def usage(store: Store) -> Usage:
         quarantine=_size(store.quarantine_root),
         scratch=_size(store.tmp) + _size(store.root / "build"),
     )
-
-
-def _beside(manifest: Path) -> list[Path]:
-    """Signature, origin: what shares a manifest's name."""
-    return sorted(path for path in manifest.parent.glob(f"{manifest.stem}.*") if path != manifest)
 
 
 def _size(path: Path) -> int:

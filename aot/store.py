@@ -194,6 +194,8 @@ class Store:
             return winner
         give_name(private / "blob", self.blob_path(manifest))
         target = self.manifest_path(manifest.program, manifest.bucket, manifest.key)
+        # The origin of an artifact that is gone says nothing of this one.
+        _unlink_all(files_beside(target))
         try:
             for suffix in beside:
                 give_name(private / suffix, target.with_suffix(suffix))
@@ -213,7 +215,9 @@ class Store:
         path = self.manifest_path(manifest.program, manifest.bucket, manifest.key)
         try:
             with self.locked():
-                return self._put_aside(path, f"{manifest.key}.json", reason)
+                aside = self._put_aside(path, f"{manifest.key}.json", reason)
+                _unlink_all(files_beside(path))
+                return aside
         except OSError:
             return None
 
@@ -278,6 +282,16 @@ class Store:
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 left.unlink(missing_ok=True)
+
+
+def files_beside(manifest: Path) -> list[Path]:
+    """Signature, origin: what shares a manifest's name."""
+    return sorted(path for path in manifest.parent.glob(f"{manifest.stem}.*") if path != manifest)
+
+
+def _unlink_all(paths: list[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def _is_held(folder: Path) -> bool:

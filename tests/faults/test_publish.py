@@ -347,6 +347,19 @@ def test_another_build_of_a_key_that_is_there_is_logged(store, package, monkeypa
     assert messages == [f"{store.manifests()[0]} is there already; this build of it has other bytes"]
 
 
+def test_a_new_artifact_inherits_no_origin_and_no_signature(store, package):
+    """Fails without the unlinking in `Store._name` and `Store.quarantine`: a build of one's own would count as
+    one that came from elsewhere."""
+    manifest = publish(store, package)
+    path = store.manifest_path("toy_step", SMALL, manifest.key)
+    path.with_suffix(".origin").write_bytes(b"elsewhere")
+    store.quarantine(manifest, "crashed")
+    assert list(path.parent.iterdir()) == []
+    path.with_suffix(".origin").write_bytes(b"left by a killed gc")
+    publish(store, package)
+    assert list(path.parent.iterdir()) == [path]
+
+
 def test_the_same_process_id_on_two_hosts_is_no_collision(store, package, monkeypatch):
     """Row 9: two publishers of one process id work at once. Fails when the private folder is named by it
     (the second finds the name taken)."""
