@@ -109,6 +109,8 @@ class Disk:
     durable: dict[Path, dict[str, Inode | None]] = field(default_factory=dict)
     descriptors: dict[int, Path] = field(default_factory=dict)
     on_change: Callable[[], None] = lambda: None
+    #: Set while a change is looked at: the looker's own operations do not count.
+    busy: bool = False
 
     def load(self) -> None:
         """Take what is on the real disk as durable."""
@@ -124,9 +126,11 @@ class Disk:
     def __call__(self, name: str, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         result = original(*args, **kwargs)
         # Steps relative to a folder are reads, and the removal of private files.
-        if not kwargs.get("dir_fd"):
+        if not self.busy and kwargs.get("dir_fd") is None:
+            self.busy = True
             self._note(name, args, result)
             self.on_change()
+            self.busy = False
         return result
 
     def _note(self, name: str, args: tuple, result: Any) -> None:
