@@ -7,7 +7,9 @@ lives on, and it starts with the manifest: an artifact that is going is never ha
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,7 +30,9 @@ LOCK_NAME = "artifacts.lock"
 
 @dataclass(frozen=True)
 class Garbage:
-    """What may go: manifests, what lies beside them or was left behind there, blobs, the quarantine."""
+    """What may go: manifests, what lies beside them or was left behind there, blobs, and in `aside` the
+    quarantine and the folders of failed builds.
+    """
 
     manifests: tuple[Path, ...]
     beside: tuple[Path, ...]
@@ -83,7 +87,8 @@ def garbage(store: Store, keep: set[str]) -> Garbage:
     unwanted = [path for path in store.manifest_paths() if path.stem not in keep]
     wanted = [path for path in store.manifest_paths() if path.stem in keep]
     blobs = _blobs_but_of(store, wanted)
-    aside = [path for path in (store.quarantine_root,) if path.is_dir()]
+    builds = [lock.with_suffix("") for lock in sorted((store.root / "build").glob("*.lock"))]
+    aside = [path for path in (store.quarantine_root, *builds) if path.is_dir()]
     beside = [
         path
         for path in sorted(store.manifest_root.glob("*/*/*"))
@@ -119,13 +124,29 @@ def collect(store: Store, keep: set[str]) -> Garbage:
             for path in (*found.beside, *found.blobs):
                 path.unlink()
             for folder in found.aside:
-                shutil.rmtree(folder)
+                _remove_folder(folder)
     except OSError as error:
         raise UserError(
             f"cannot remove from '{store.root}': {(error.strerror or str(error)).lower()}",
             f"name a store you can write: `--store DIR` or ${STORE_VARIABLE}",
         ) from error
     return found
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove the quarantine, or a build's folder unless that build is still at work (it holds its lock)."""
+    try:
+        lock = os.open(f"{folder}.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        shutil.rmtree(folder)
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(lock)
 
 
 def usage(store: Store) -> Usage:

@@ -21,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -162,15 +163,17 @@ def check(
     report = progress or (lambda event: None)
     root = build_root or store.root / "build"
     packages: dict[BuildRequest, list[bytes]] = {}
-    for attempt in ("first", "second"):
-        workers = []
-        for request in dict.fromkeys(requests):
-            inputs = _inputs(request)
-            workers.append(_Worker(request, inputs, store, root, root / f"{inputs.key()}.{attempt}.pt2"))
-        for worker in _run_all(workers, jobs, report):
-            assert worker.output is not None
-            packages.setdefault(worker.request, []).append(worker.output.read_bytes())
-            worker.output.unlink()
+    inputs = {request: _inputs(request) for request in requests}
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="check-", dir=root) as outputs:
+        for _ in range(2):
+            workers = [
+                _Worker(request, wanted, store, root, Path(outputs, f"{wanted.key()}.pt2"))
+                for request, wanted in inputs.items()
+            ]
+            for worker in _run_all(workers, jobs, report):
+                assert worker.output is not None
+                packages.setdefault(worker.request, []).append(worker.output.read_bytes())
     return [CheckResult(request, tuple(differing_members(*packages[request]))) for request in requests]
 
 

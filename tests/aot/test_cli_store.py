@@ -1,5 +1,6 @@
 """`dflash-aot ls | show | diff | du | gc`, and `build --check`."""
 
+import fcntl
 import json
 from pathlib import Path
 
@@ -150,6 +151,20 @@ def test_gc_waits_for_a_publisher_and_leaves_its_folder(store: Store, package: P
     package.write_bytes(package_bytes(5))
     manifest = publish(store, package, inner=99, trial=lambda path: (collect(store, set()), None)[1])
     assert check_whole(store) == [manifest]
+
+
+def test_gc_removes_the_folder_of_a_failed_build_and_leaves_that_of_a_running_one(store: Store) -> None:
+    """Fails when `_remove_folder` does not ask for the build's lock."""
+    running, failed = (store.root / "build" / name for name in ("running", "failed"))
+    for folder in (running, failed):
+        (folder / "inductor").mkdir(parents=True)
+        Path(f"{folder}.lock").touch()
+    with Path(f"{running}.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        collect(store, {manifest.key for manifest in store.manifests()})
+    assert running.is_dir()
+    assert not failed.exists()
+    assert len(check_whole(store)) == 3
 
 
 def test_gc_of_a_store_that_cannot_be_written_says_so(tmp_path: Path) -> None:
