@@ -269,7 +269,7 @@ class Store:
         try:
             yield private
         finally:
-            shutil.rmtree(private, ignore_errors=True)
+            _remove(private)
             with suppress(OSError):
                 os.close(held)
 
@@ -278,10 +278,7 @@ class Store:
         for left in self.tmp.glob("*"):
             if _is_held(left):
                 continue
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                left.unlink(missing_ok=True)
+            _remove(left)
 
 
 def files_beside(manifest: Path) -> list[Path]:
@@ -292,6 +289,16 @@ def files_beside(manifest: Path) -> list[Path]:
 def _unlink_all(paths: list[Path]) -> None:
     for path in paths:
         path.unlink(missing_ok=True)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder as far as that goes: what stays is swept later, and fails no publisher."""
+    with suppress(OSError):
+        if path.is_dir():
+            # Its own closing of folders may fail all the same.
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def _is_held(folder: Path) -> bool:
