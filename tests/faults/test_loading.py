@@ -134,7 +134,7 @@ def test_an_artifact_of_another_machine_is_refused_by_the_field_that_differs(
 ) -> None:
     """Row 23. Fails for each field that `Fingerprint.differences` leaves out without a reason."""
     here = Fingerprints()("cpu")
-    other = dataclasses.replace(here, **{field: "another"})
+    other = dataclasses.replace(here, **{field: "9.9 another"})
     if field in Fingerprint.EXCLUDED_FROM_KEY or field in Fingerprint.BUILD_ONLY:
         assert resolve(toy_store, *NEED[0], other)
         return
@@ -287,7 +287,7 @@ def test_no_time_stamp_decides_anything(store: Store, package: Path, year: int) 
     """Row 29: clocks are wrong. Fails when publishing, reading, sweeping or gc looks at an age."""
     manifest = publish(store, package)
     kept = publish(store, package, LARGE)
-    stale = store.tmp / "f" * 32
+    stale = store.tmp / ("f" * 32)
     stale.mkdir(parents=True)
     seconds = (year - 1970) * 365.25 * 86_400
     for path in [store.root, *store.root.rglob("*")]:
@@ -309,15 +309,11 @@ def test_a_build_of_a_store_that_cannot_be_written_compiles_nothing(
         build(requests(SMALL), Store(tmp_path / "file" / "store"))
 
 
-@pytest.mark.parametrize("length", [0, 1, 1000, None])
+@pytest.mark.parametrize("length", [0, 1, 1000, 100_000])
 def test_a_truncated_library_that_the_store_vouches_for_ends_the_child_alone(
-    own_store: Store, tmp_path: Path, length: int | None
+    own_store: Store, tmp_path: Path, length: int
 ) -> None:
     """Rows 10 and 27 with every check of bytes passed. Fails when a package is loaded here untried."""
-
-    def cut(library: bytes) -> bytes:
-        return library[: len(library) - 5000 if length is None else length]
-
-    with_broken_library(own_store, tmp_path, cut)
+    with_broken_library(own_store, tmp_path, lambda library: library[:length])
     with pytest.raises(UserError, match="toy_step 128x8"):
         prepared(own_store, tmp_path / "private")
