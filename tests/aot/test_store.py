@@ -168,6 +168,7 @@ def test_a_reader_writes_nothing(store, published):
 
 
 def test_a_killed_lock_holder_holds_nobody_up(store, package, published):
+    """Row 4 of the fault table. Fails when the existence of the file is the lock."""
     hold = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True)"
     command = [sys.executable, "-c", f"{hold}; import time; time.sleep(60)", str(store.root / "lock")]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE)
