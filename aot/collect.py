@@ -167,7 +167,7 @@ def usage(store: Store) -> Usage:
         manifests=_size(store.manifest_root),
         unnamed=sum(_size(path) for path in store.blobs.glob("*.zst") if path not in counted),
         quarantine=_size(store.quarantine_root),
-        scratch=_size(store.tmp) + _size(store.root / "build"),
+        scratch=sum(_size(store.root / name) for name in ("tmp", "build", "incoming")),
     )
 
 
