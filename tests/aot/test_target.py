@@ -102,6 +102,7 @@ def test_a_gpu_program_has_no_cpu_target():
         ("sm_86", "sm_80", True),
         ("sm_89", "sm_86", True),
         ("sm_80", "sm_86", False),
+        ("sm_86", "sm_75", False),
         ("sm_90", "sm_80", False),
         ("sm_80", "sm_90", False),
         ("sm_103", "sm_100", False),

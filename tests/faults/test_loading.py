@@ -145,7 +145,7 @@ def test_an_artifact_of_another_machine_is_refused_by_the_field_that_differs(
 def test_without_any_program_on_the_path_artifacts_load_and_a_build_says_what_to_install(
     toy_store: Store, tmp_path: Path
 ) -> None:
-    """Row 25. Fails when a compiler is looked for while loading, or when its absence is found by a worker."""
+    """Row 25. Fails when a compiler is looked for while loading, or when `compiler_version` shrugs."""
     code = (
         "import sys, time; from pathlib import Path; import torch\n"
         "from aot.compile import build; from aot.errors import EnvironmentFault\n"
