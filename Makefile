@@ -14,7 +14,7 @@ WORKERS ?= 2
 export OMP_WAIT_POLICY ?= PASSIVE
 export PATH := $(BIN):$(PATH)
 
-.PHONY: setup demo test test-long check bench golden
+.PHONY: setup demo test test-long faults check bench golden
 
 setup: $(SETUP)
 
@@ -29,8 +29,11 @@ test: $(SETUP)  ## at most 20 minutes on 2 cores
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not long and not gpu"
 
 test-long: $(SETUP)  ## the full numbers, and the demonstration with 20 decoded prompts
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not gpu"
+	FAULTS_SCALE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not gpu"
 	DEMO_PROMPTS=20 $(BIN)/python scripts/demo/run.py
+
+faults: $(SETUP)  ## damage of every kind, the full numbers with totals, at most 15 minutes on 2 cores
+	FAULTS_SCALE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/faults
 
 check: $(SETUP)
 	$(BIN)/ruff check .

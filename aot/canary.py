@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aot.archive import MODEL_NAME
-from aot.errors import CorruptArtifact
+from aot.errors import CorruptArtifact, TrialCrashed
 from aot.program import CallSpec, TensorSpec
 from aot.trace import outputs_mismatch
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 CHECK_INPUTS_VARIABLE = "AOTI_RUNTIME_CHECK_INPUTS"
+# What a package does to its process. SIGKILL is left out: somebody, or the kernel short of memory, sends it.
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 _MARK = "canary "
 
 
@@ -52,7 +54,7 @@ def try_packages(
     """Run every trial in one child; return when all passed.
 
     `environment` adds variables for the child (e.g. OMP_NUM_THREADS). Raises CorruptArtifact naming the
-    package that failed, crashed the child or ran out of time.
+    package that failed or ran out of time, TrialCrashed if it crashed the child.
     """
     request = json.dumps([asdict(trial) for trial in trials])
     with tempfile.TemporaryDirectory(prefix="dflash-aot-canary-") as scratch:
@@ -82,11 +84,13 @@ def try_packages(
         if report["error"]:
             raise CorruptArtifact(f"{trial.name}: its trial run failed: {report['error']}")
     if len(reports) < len(trials):
+        name = trials[len(reports)].name
         how = f"ran longer than {timeout_s:.0f} s" if timed_out else _death(child.returncode, errors)
-        raise CorruptArtifact(
-            f"{trials[len(reports)].name}: its trial run in a child process {how}",
-            "`dflash-aot doctor` checks this machine and its compiler; then build the artifact again",
-        )
+        message = f"{name}: its trial run in a child process {how}"
+        hint = "`dflash-aot doctor` checks this machine and its compiler; then build the artifact again"
+        if -child.returncode in CRASHES and not timed_out:
+            raise TrialCrashed(message, hint, name)
+        raise CorruptArtifact(message, hint)
 
 
 def _death(code: int, errors: str) -> str:

@@ -7,28 +7,24 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from aot import console
+from aot.cli_store import STORE_COMMANDS, show_checks, store_option, summary
 from aot.console import CONTEXT, emit, emit_json, examples, json_option, run_argument, set_option
 from aot.errors import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_OK, ConfigError
 from aot.plan import Run, plan_rows
 
 if TYPE_CHECKING:
     from aot.compile import BuildEvent
-    from aot.manifest import Manifest
 
 SCHEMA = 1
 LEVEL_NAMES = ("bytes", "env", "source", "numerics")
 
-store_option = click.option(
-    "--store", "store_root", envvar="DFLASH_AOT_STORE", show_envvar=True, default="artifacts/store",
-    type=click.Path(file_okay=False, path_type=Path), help="Folder of artifacts.",
-)  # fmt: skip
 programs_option = click.option(
     "--programs", "factory_name", envvar="DFLASH_AOT_PROGRAMS", show_envvar=True, metavar="NAME",
     help="Entry point of group aot.programs, or module:function; not needed when only one is installed.",
@@ -151,6 +147,7 @@ def _or_dash(value: float | None) -> str:
         "dflash-aot build smollm2-cpu",
         "dflash-aot build run.toml --buckets 512x32,1024x64 --jobs 2",
         "dflash-aot build run.toml --dry-run",
+        "dflash-aot build run.toml --target cpu:x86-64-v3",
     )
 )
 @run_argument
@@ -164,6 +161,17 @@ def _or_dash(value: float | None) -> str:
     default=None,
     help="Builds at a time. [default: half the cores, at most 4]",
 )
+@click.option(
+    "--target",
+    metavar="cpu:LEVEL",
+    default="",
+    help="Build for every CPU of a level, e.g. cpu:x86-64-v3, not for this machine's.",
+)
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Build everything twice in clean processes, publish nothing, and compare the bytes.",
+)
 @click.option("--dry-run", is_flag=True, help="Show what would be built, and build nothing.")
 @json_option
 def build(
@@ -173,6 +181,8 @@ def build(
     store_root: Path,
     factory_name: str | None,
     jobs: int | None,
+    target: str,
+    check: bool,
     dry_run: bool,
     as_json: bool,
 ) -> int:
@@ -180,7 +190,10 @@ def build(
 
     Each artifact in a process of its own. What is there already is checked, not compiled again.
     """
+    if dry_run and (target or check):
+        raise ConfigError("`--dry-run` lists what this machine lacks", "leave out `--target` and `--check`")
     from aot.compile import build as build_all
+    from aot.compile import check as check_all
     from aot.store import Store
 
     run = Run.load(run_file, overrides, factory_name, buckets_text)
@@ -195,14 +208,18 @@ def build(
                 emit(f"{row['program']} {row['bucket']}")
             console.note(f"{len(todo)} of {len(rows)} artifacts to build")
         return EXIT_OK
-    requests = run.requests()
+    requests = [replace(request, target=target) for request in run.requests()]
+    if check:
+        with console.Steps(2 * len(requests), "check") as steps:
+            checked = check_all(requests, store, jobs or _default_jobs(), progress=lambda e: _show(steps, e))
+        return show_checks(checked, as_json)
     with console.Steps(len(requests), "build") as steps:
         results = build_all(
             requests, store, jobs or _default_jobs(), progress=lambda event: _show(steps, event)
         )
     if as_json:
         built = [
-            {**_summary(result.manifest), "seconds": round(result.seconds, 2), "cached": result.cached}
+            {**summary(result.manifest), "seconds": round(result.seconds, 2), "cached": result.cached}
             for result in results
         ]
         emit_json({"schema": SCHEMA, "run": run_file, "store": str(store.root), "artifacts": built})
@@ -295,88 +312,8 @@ def _levels(text: str) -> tuple[str, ...]:
     return chosen
 
 
-@cli.command(name="ls", epilog=examples("dflash-aot ls", "dflash-aot ls --json"))
-@store_option
-@json_option
-def list_artifacts(store_root: Path, as_json: bool) -> int:
-    """List the artifacts of a store."""
-    from aot.store import Store
-
-    manifests = Store(store_root).manifests()
-    if as_json:
-        emit_json({"schema": SCHEMA, "artifacts": [_summary(manifest) for manifest in manifests]})
-        return EXIT_OK
-    rows = [
-        (
-            manifest.program,
-            manifest.bucket,
-            manifest.key[:12],
-            console.size_text(manifest.package_size),
-            manifest.key_inputs.fingerprint.torch_version,
-            manifest.key_inputs.fingerprint.device_arch,
-        )
-        for manifest in manifests
-    ]
-    if rows:
-        emit(console.table(("program", "bucket", "key", "size", "torch", "arch"), rows))
-    else:
-        console.note(f"'{store_root}' holds no artifacts")
-    return EXIT_OK
-
-
-def _summary(manifest: Manifest) -> dict[str, Any]:
-    return {
-        "program": manifest.program,
-        "bucket": str(manifest.bucket),
-        "key": manifest.key,
-        "package_digest": manifest.package_digest,
-        "package_size": manifest.package_size,
-        "graph_hash": manifest.graph_hash,
-        "fingerprint": asdict(manifest.key_inputs.fingerprint),
-    }
-
-
-@cli.command(epilog=examples("dflash-aot show 1a2b3c", "dflash-aot show train_step/512x32"))
-@click.argument("artifact", metavar="ARTIFACT")
-@store_option
-@json_option
-def show(artifact: str, store_root: Path, as_json: bool) -> int:
-    """Show one artifact whole. ARTIFACT is the beginning of its key, or program/bucket."""
-    import json
-
-    from aot.store import Store
-
-    manifests = Store(store_root).manifests()
-    found = [
-        manifest
-        for manifest in manifests
-        if manifest.key.startswith(artifact) or f"{manifest.program}/{manifest.bucket}" == artifact
-    ]
-    if not found:
-        raise ConfigError(f"no artifact '{artifact}' in '{store_root}'", "`dflash-aot ls` lists them")
-    if len(found) > 1:
-        keys = ", ".join(manifest.key[:12] for manifest in found)
-        raise ConfigError(f"'{artifact}' names several artifacts: {keys}", "name one by its key")
-    document = json.loads(found[0].to_bytes())
-    if as_json:
-        emit_json({"schema": SCHEMA, **document})
-        return EXIT_OK
-    inputs = document["key_inputs"]
-    spec = inputs.pop("call_spec")
-    for name, value in {**document, **inputs}.items():
-        if name == "key_inputs":
-            continue
-        if isinstance(value, dict):
-            emit(f"{name}:")
-            for key, item in value.items():
-                emit(f"  {key}: {item}")
-        else:
-            emit(f"{name}: {value}")
-    for side in ("inputs", "outputs"):
-        emit(f"{side} on {spec['device_type']}:")
-        rows = [(f"  {tensor['name']}", tensor["dtype"], tensor["shape"]) for tensor in spec[side]]
-        emit(console.table(("  name", "dtype", "shape"), rows))
-    return EXIT_OK
+for command in STORE_COMMANDS:
+    cli.add_command(command)
 
 
 def main() -> None:

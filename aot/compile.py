@@ -2,9 +2,11 @@
 
 Processes, because tracing is not thread-safe. A folder per key, emptied first and always at the same path,
 because a package's bytes depend on the path it is compiled in. A worker traces, hashes the graph, compiles,
-has a child process try the package, and publishes it; the parent only schedules.
+takes the machine's paths out of the package and publishes it, which has a child process try it first; the
+parent only schedules.
 
     build(requests) -> workers `python -m aot.compile` (request on stdin) -> store
+    check(requests) -> the same workers, twice each                       -> which bytes differ
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,7 +34,9 @@ from aot.buckets import Bucket
 from aot.canary import Trial, child_environment, try_packages
 from aot.errors import ConfigError, EnvironmentFault, UserError
 from aot.fingerprint import Fingerprint, compiler_version
+from aot.package import canonical_package, differing_members, machine_paths
 from aot.store import Store
+from aot.target import Target
 from aot.trace import key_inputs, trace
 
 if TYPE_CHECKING:
@@ -42,6 +47,8 @@ if TYPE_CHECKING:
 CANARY_THREADS = (1, 2, 8)
 # Variables that change what Inductor generates: a package depends on its key's compile options alone.
 INDUCTOR_VARIABLES = ("TORCHINDUCTOR_", "AOT_INDUCTOR_", "TORCH_COMPILE_", "ATEN_CPU_CAPABILITY")
+# Sets are walked in one order; kernels carry no line tables, which name source files.
+DETERMINISTIC_VARIABLES = {"PYTHONHASHSEED": "0", "TRITON_DISABLE_LINE_INFO": "1"}
 PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.05
 LOG_TAIL_LINES = 12
@@ -53,13 +60,17 @@ class BuildFailed(UserError):
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """One artifact to build: a factory `module:function`, its arguments, and its program and bucket."""
+    """One artifact to build: a factory `module:function`, its arguments, and its program and bucket.
+
+    `target` names the CPUs it is for, e.g. `cpu:x86-64-v3`; empty: this machine and richer ones.
+    """
 
     factory: str
     run_file: str
     overrides: tuple[str, ...]
     program: str
     bucket: str
+    target: str = ""
 
     def __str__(self) -> str:
         return f"{self.program} {self.bucket}"
@@ -73,6 +84,14 @@ class BuildResult:
     manifest: Manifest
     seconds: float
     cached: bool
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """Two builds of one request in clean processes: the members of the package that differ, if any."""
+
+    request: BuildRequest
+    differing: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -122,7 +141,45 @@ def build(
             report(BuildEvent("cached", request))
         else:
             waiting.append(_Worker(request, inputs, store, root))
-    failures = []
+    if waiting:
+        store.require_writable()
+    for worker in _run_all(waiting, jobs, report):
+        results[worker.request] = worker.published()
+    return [results[request] for request in requests]
+
+
+def check(
+    requests: Sequence[BuildRequest],
+    store: Store,
+    jobs: int = 1,
+    build_root: Path | None = None,
+    progress: Progress | None = None,
+) -> list[CheckResult]:
+    """Build every request twice, each time in a new process and an emptied folder, and compare the packages.
+
+    Nothing is published; the store only lends its `build` folder. Raises as `build` does.
+    """
+    compiler_version()
+    report = progress or (lambda event: None)
+    root = build_root or store.root / "build"
+    packages: dict[BuildRequest, list[bytes]] = {}
+    inputs = {request: _inputs(request) for request in requests}
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="check-", dir=root) as outputs:
+        for _ in range(2):
+            workers = [
+                _Worker(request, wanted, store, root, Path(outputs, f"{wanted.key()}.pt2"))
+                for request, wanted in inputs.items()
+            ]
+            for worker in _run_all(workers, jobs, report):
+                assert worker.output is not None
+                packages.setdefault(worker.request, []).append(worker.output.read_bytes())
+    return [CheckResult(request, tuple(differing_members(*packages[request]))) for request in requests]
+
+
+def _run_all(workers: list[_Worker], jobs: int, report: Progress) -> list[_Worker]:
+    """Run workers, `jobs` at a time. Raises BuildFailed if any failed, after the others have ended."""
+    waiting, failures, done = list(workers), [], []
     with _killed_on_exit([]) as running:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -133,24 +190,35 @@ def build(
             for worker in [worker for worker in running if worker.ended()]:
                 running.remove(worker)
                 try:
-                    result = worker.result()
+                    worker.check_ended_well()
                 except BuildFailed as failure:
                     failures.append(failure)
                     report(BuildEvent("failed", worker.request, worker.seconds, failure.message))
                 else:
-                    results[worker.request] = result
+                    done.append(worker)
                     report(BuildEvent("finished", worker.request, worker.seconds))
-            time.sleep(POLL_SECONDS)
+            if running:
+                time.sleep(POLL_SECONDS)
     if failures:
         raise BuildFailed("\n".join(failure.message for failure in failures), failures[0].hint)
-    return [results[request] for request in requests]
+    return done
 
 
 class _Worker:
     """One build process, leader of its own process group, so that its compilers end with it."""
 
-    def __init__(self, request: BuildRequest, inputs: KeyInputs, store: Store, build_root: Path):
+    def __init__(
+        self,
+        request: BuildRequest,
+        inputs: KeyInputs,
+        store: Store,
+        build_root: Path,
+        output: Path | None = None,
+    ):
+        """With `output`, the package goes into that file and is not published."""
         self.request, self.inputs, self.key, self.store = request, inputs, inputs.key(), store
+        self.output = output
+        self.seconds = 0.0
         self.folder = build_root / self.key
         self.log = build_root / f"{self.key}.log"
 
@@ -160,6 +228,7 @@ class _Worker:
             "TMPDIR": str(self.folder / "tmp"),
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
             "TRITON_CACHE_DIR": str(self.folder / "triton"),
+            **DETERMINISTIC_VARIABLES,
         }
         kept = {k: v for k, v in child_environment().items() if not k.startswith(INDUCTOR_VARIABLES)}
         job = {
@@ -167,6 +236,7 @@ class _Worker:
             "store": str(self.store.root),
             "folder": str(self.folder),
             "key": self.key,
+            "output": str(self.output) if self.output else None,
         }
         self.started = time.monotonic()
         with self.log.open("wb") as log:
@@ -182,11 +252,8 @@ class _Worker:
         with self.process.stdin as stdin:
             stdin.write(json.dumps(job).encode())
 
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.started
-
     def ended(self) -> bool:
+        self.seconds = time.monotonic() - self.started
         return self.process.poll() is not None
 
     def kill(self) -> None:
@@ -194,12 +261,15 @@ class _Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def result(self) -> BuildResult:
+    def published(self) -> BuildResult:
+        manifest = self.store.find(self.inputs.program, self.inputs.bucket, self.key)
+        assert manifest is not None, "a worker that ends well has published"
+        return BuildResult(self.request, manifest, self.seconds, cached=False)
+
+    def check_ended_well(self) -> None:
         if self.process.returncode == 0:
-            manifest = self.store.find(self.inputs.program, self.inputs.bucket, self.key)
-            assert manifest is not None, "a worker that ends well has published"
             self.log.unlink()
-            return BuildResult(self.request, manifest, self.seconds, cached=False)
+            return
         code = self.process.returncode
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         tail = self.log.read_text(errors="replace").strip().splitlines()[-LOG_TAIL_LINES:]
@@ -236,7 +306,8 @@ def _inputs(request: BuildRequest) -> KeyInputs:
             "the C++ compiler links libstdc++ statically: every CUDA package it builds crashes when loaded",
             "`export CXX=/usr/bin/g++`; `dflash-aot doctor` tests it",
         )
-    return key_inputs(program, Bucket.parse(request.bucket), fingerprint)
+    target = Target.parse(request.target) if request.target else None
+    return key_inputs(program, Bucket.parse(request.bucket), fingerprint, target)
 
 
 @functools.cache
@@ -259,12 +330,16 @@ def _own_folder(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _build_one(request: BuildRequest, store: Store, folder: Path, key: str) -> None:
-    """Build and publish one artifact in this process, whose TMPDIR and caches lie in `folder`."""
+def _build_one(
+    request: BuildRequest, store: Store, folder: Path, key: str, output: Path | None
+) -> Manifest | None:
+    """Build one artifact in this process, whose TMPDIR and caches lie in `folder`; publish it, or write the
+    package to `output`.
+    """
     inputs = _inputs(request)
     assert inputs.key() == key, "the worker and its parent describe the same build"
-    if store.intact(inputs.program, inputs.bucket, key) is not None:
-        return
+    if output is None and (found := store.intact(inputs.program, inputs.bucket, key)) is not None:
+        return found
     from torch._inductor import aoti_compile_and_package
 
     from aot.graph import graph_hash
@@ -278,14 +353,21 @@ def _build_one(request: BuildRequest, store: Store, folder: Path, key: str) -> N
         exported, package_path=str(package), inductor_configs=dict(inputs.compile_options)
     )
     compiled = time.monotonic()
-    _try_package(package, inputs)
+    paths = machine_paths(folder, store.root)
+    package.write_bytes(canonical_package(package.read_bytes(), paths))
+    if output is not None:
+        package.replace(output)
+        return None
     record = {
         "nodes": str(len(exported.graph.nodes)),
         "python": inputs.fingerprint.python,
         "trace_seconds": f"{traced - started:.1f}",
         "compile_seconds": f"{compiled - traced:.1f}",
+        **{name.lower(): value for name, value in DETERMINISTIC_VARIABLES.items()},
     }
-    store.publish(package, inputs, graph_hash(exported), record)
+    return store.publish(
+        package, inputs, graph_hash(exported), record, trial=lambda path: _try_package(path, inputs)
+    )
 
 
 def _try_package(package: Path, inputs: KeyInputs) -> None:
@@ -306,10 +388,11 @@ def main() -> int:
     _die_with_parent()
     job = json.load(sys.stdin)
     folder, store, key = Path(job.pop("folder")), Store(job.pop("store")), job.pop("key")
+    output = job.pop("output")
     request = BuildRequest(**{**job, "overrides": tuple(job["overrides"])})
     try:
         with _own_folder(folder):
-            _build_one(request, store, folder, key)
+            _build_one(request, store, folder, key, Path(output) if output else None)
     except UserError as error:
         print(f"error: {error.message}", f"hint: {error.hint}" if error.hint else "", sep="\n")
         return error.exit_code

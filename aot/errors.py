@@ -41,6 +41,14 @@ class CorruptArtifact(UserError):
     """Bytes on disk are not the bytes that were published."""
 
 
+class TrialCrashed(CorruptArtifact):
+    """A package killed the child process that tried it. `trial` is the trial's name."""
+
+    def __init__(self, message: str, hint: str | None, trial: str):
+        super().__init__(message, hint)
+        self.trial = trial
+
+
 class UntrustedArtifact(UserError):
     """A path could have been written by somebody else."""
 

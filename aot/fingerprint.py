@@ -85,14 +85,17 @@ class Fingerprint:
     def differences(self, other: Fingerprint, at_load: bool) -> dict[str, tuple[str, str]]:
         """Return {field: (this machine's, the artifact's)} where the artifact `other` does not fit.
 
-        At load the fields of BUILD_ONLY are skipped, and this machine may have more CPU instructions than the
-        artifact was built with, never fewer; only the missing ones are listed.
+        At load the fields of BUILD_ONLY are skipped, and this machine may be the richer one: more CPU
+        instructions than the artifact was built with (only missing ones are listed), or a later GPU of one
+        binary-compatible line.
         """
         found: dict[str, tuple[str, str]] = {}
         for field in fields(self):
             name = field.name
             mine, theirs = getattr(self, name), getattr(other, name)
             if name in self.EXCLUDED_FROM_KEY or mine == theirs or (at_load and name in self.BUILD_ONLY):
+                continue
+            if name == "device_arch" and at_load and _runs_binaries_of(mine, theirs):
                 continue
             if name == "cpu_isa" and at_load:
                 missing = sorted(set(theirs.split()) - set(mine.split()))
@@ -101,6 +104,17 @@ class Fingerprint:
             else:
                 found[name] = (mine, theirs)
         return found
+
+
+def _runs_binaries_of(mine: str, theirs: str) -> bool:
+    """Whether a GPU `mine` executes what was compiled for `theirs`: same major, a minor as high or higher.
+
+    From sm_90 on, kernels use features of exactly one architecture, which no other has.
+    """
+    archs = [re.fullmatch(r"sm_([1-8])(\d)", arch) for arch in (mine, theirs)]
+    if archs[0] is None or archs[1] is None:
+        return False
+    return archs[0][1] == archs[1][1] and archs[0][2] >= archs[1][2]
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:

@@ -20,6 +20,7 @@ from aot.errors import ConfigError, CorruptArtifact
 from aot.fingerprint import Fingerprint
 from aot.program import CallSpec, TensorSpec
 from aot.source import digest_of_files
+from aot.target import without_target
 
 SCHEMA = 1
 MAX_MANIFEST_BYTES = 1 << 20
@@ -77,16 +78,18 @@ class KeyInputs:
     def differences(self, other: KeyInputs, at_load: bool = True) -> list[Difference]:
         """Return where an artifact's inputs `other` differ from these, by field; empty if it may be used.
 
-        With `at_load`, what only a build can know is not compared and this CPU may be the richer one.
+        With `at_load`, what only a build can know is not compared and this machine may be the richer one.
         """
-        mine, theirs = self._comparable(), other._comparable()
+        mine, theirs = self._comparable(at_load), other._comparable(at_load)
         found = list(_differences("", mine, theirs))
         for name, (expected, actual) in self.fingerprint.differences(other.fingerprint, at_load).items():
             found.append(Difference(f"fingerprint.{name}", expected or "(empty)", actual or "(empty)"))
         return found
 
-    def _comparable(self) -> dict[str, Json]:
+    def _comparable(self, at_load: bool) -> dict[str, Json]:
         document = self.as_json()
+        if at_load:
+            document["compile_options"] = without_target(self.compile_options, self.fingerprint.cpu_isa)
         spec = document["call_spec"]
         for kind in ("inputs", "outputs"):
             names = [tensor.pop("name") for tensor in spec[kind]]

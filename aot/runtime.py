@@ -21,14 +21,21 @@ from typing import TYPE_CHECKING
 from aot.archive import MODEL_NAME, check_archive
 from aot.calls import CallCheck, InputMismatch
 from aot.canary import CHECK_INPUTS_VARIABLE, Trial, try_packages
-from aot.errors import CorruptArtifact, MissingArtifact, StaleArtifact, UntrustedArtifact, UserError
+from aot.errors import (
+    CorruptArtifact,
+    MissingArtifact,
+    StaleArtifact,
+    TrialCrashed,
+    UntrustedArtifact,
+    UserError,
+)
 from aot.fingerprint import Fingerprint
 from aot.store import Store, default_store_root
 from aot.trace import key_inputs
 from aot.trust import check_trusted_folder, open_trusted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -64,7 +71,12 @@ def resolve(
     wanted = key_inputs(program, bucket, fingerprint)
     ranked = sorted(
         ((wanted.differences(manifest.key_inputs), manifest) for manifest in candidates),
-        key=lambda pair: (len(pair[0]), pair[1].key),
+        # Of several that fit, the one that uses most of this machine's instructions.
+        key=lambda pair: (
+            len(pair[0]),
+            -len(pair[1].key_inputs.fingerprint.cpu_isa.split()),
+            pair[1].key,
+        ),
     )
     differences, nearest = ranked[0]
     if differences:
@@ -173,10 +185,22 @@ def prepare(
             where = device if device and device.startswith(program.device_type) else program.device_type
             untried[marker] = Trial(artifact.name, str(artifact.path), artifact.call_spec, where)
     if untried:
-        try_packages(list(untried.values()))
+        try:
+            try_packages(list(untried.values()))
+        except TrialCrashed as crash:
+            raise _quarantined(store, crash, prepared.values()) from None
         for marker in untried:
             marker.touch(mode=0o600)
     return prepared
+
+
+def _quarantined(store: Store, crash: TrialCrashed, prepared: Iterable[PreparedArtifact]) -> TrialCrashed:
+    """Put the artifact of a crash aside, if this process may write the store: then a build replaces it."""
+    artifact = next(artifact for artifact in prepared if artifact.name == crash.trial)
+    aside = store.quarantine(artifact.manifest, crash.message)
+    if aside is None:
+        return crash
+    return TrialCrashed(f"{crash.message}; its manifest now lies in '{aside}'", crash.hint, crash.trial)
 
 
 def _marker(path: Path, fingerprint: Fingerprint) -> Path:

@@ -1,39 +1,50 @@
 """Where artifacts live: content-addressed blobs, and manifests that name them.
 
     blobs/<sha256 of the blob>.zst          the package, one zstd frame
-    manifests/<program>/<bucket>/<key>.json
-    tmp/                                    of the one publisher that holds `lock`
+    manifests/<program>/<bucket>/<key>.json beside it, what else is known of it: <key>.sig, <key>.origin
+    tmp/<uuid>/                             of one publisher, which holds the lock of its file `held`
+    quarantine/                             packages that crashed when tried, and manifests of such
+    lock                                    held while names appear or vanish
 
-A publisher writes aside, syncs, links the blob under its digest, and the manifest last: an artifact is there
-whole or not at all. Readers take no lock and write nothing. What a killed publisher left in tmp/ goes with
-the next one.
+A publisher works aside: it has the package tried, hashes what was tried, writes and syncs. Then, under the
+lock, it links the blob under its digest, and the manifest last: an artifact is there whole or not at all.
+Readers take no lock and write nothing. What a killed publisher left in tmp/ goes with the next one. Nothing
+is decided by a time stamp.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
+import logging
 import os
 import shutil
-from contextlib import contextmanager
+import uuid
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zstandard
 
-from aot.errors import CorruptArtifact, UserError
+from aot.durable import CHUNK, give_name, make_folders, write_synced
+from aot.errors import CorruptArtifact, TrialCrashed, UserError
 from aot.manifest import MAX_MANIFEST_BYTES, KeyInputs, Manifest
 from aot.trust import check_trusted_folder, open_trusted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from aot.buckets import Bucket
 
 STORE_VARIABLE = "DFLASH_AOT_STORE"
 DEFAULT_STORE = Path("artifacts/store")
 COMPRESSION_LEVEL = 3
+# Level 3 needs a window of 2 MiB; a frame that asks for more than this is not ours.
+MAX_WINDOW = 1 << 23
 REBUILD_HINT = "`dflash-aot build RUN` builds it again"
+
+logger = logging.getLogger(__name__)
 
 
 def default_store_root() -> Path:
@@ -48,6 +59,8 @@ class Store:
         self.root = Path(root).absolute()
         self.blobs = self.root / "blobs"
         self.manifest_root = self.root / "manifests"
+        self.tmp = self.root / "tmp"
+        self.quarantine_root = self.root / "quarantine"
 
     def manifest_path(self, program: str, bucket: Bucket, key: str) -> Path:
         return self.manifest_root / program / str(bucket) / f"{key}.json"
@@ -111,12 +124,18 @@ class Store:
         return manifest
 
     def publish(
-        self, package: Path, key_inputs: KeyInputs, graph_hash: str, environment: Mapping[str, str]
+        self,
+        package: Path,
+        key_inputs: KeyInputs,
+        graph_hash: str,
+        environment: Mapping[str, str],
+        trial: Callable[[Path], None] | None = None,
     ) -> Manifest:
         """Add a package under the key of its inputs and return its manifest.
 
-        If the key is there already and intact, that artifact wins and is returned; a damaged one is replaced.
-        Raises UserError if the store cannot be written, UntrustedArtifact if others can write it.
+        `trial` gets a private copy first and raises if it is no good; a copy that crashes (TrialCrashed) goes
+        into quarantine. If the key is there already and intact, that artifact wins and is returned; a damaged
+        one is replaced. Raises UserError if the store cannot be written, UntrustedArtifact if others can.
         """
         content = package.read_bytes()
         blob = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL, write_checksum=True).compress(content)
@@ -130,47 +149,179 @@ class Store:
             blob_size=len(blob),
             environment=environment,
         )
+        return self._add(manifest, content, blob, trial)
+
+    def _add(
+        self,
+        manifest: Manifest,
+        content: bytes,
+        blob: bytes,
+        trial: Callable[[Path], None] | None,
+        beside: Mapping[str, bytes] | None = None,
+    ) -> Manifest:
+        """Try, write, link. `beside`: files to lie beside the manifest, by suffix; there before it is."""
+        files = {"blob": blob, "manifest": manifest.to_bytes(), **(beside or {})}
         try:
-            with self._publishing() as private:
-                winner = self.intact(manifest.program, manifest.bucket, manifest.key)
-                if winner is not None:
-                    return winner
-                _install(private / "blob", blob, self.blob_path(manifest))
-                target = self.manifest_path(manifest.program, manifest.bucket, manifest.key)
-                _install(private / "manifest", manifest.to_bytes(), target)
+            with self._private_folder() as private:
+                if trial is not None:
+                    self._try(private, content, manifest, trial)
+                for name, data in files.items():
+                    write_synced(private / name, data)
+                with self.locked():
+                    return self._name(private, manifest, tuple(beside or ()))
         except OSError as error:
             raise UserError(
                 f"cannot publish {manifest} in {self.root}: {error.strerror or error}",
                 f"free space there, or name a store you can write: `--store DIR` or ${STORE_VARIABLE}",
             ) from error
+
+    def _try(self, private: Path, content: bytes, manifest: Manifest, trial: Callable[[Path], None]) -> None:
+        package = private / "package.pt2"
+        write_synced(package, content)
+        try:
+            trial(package)
+        except TrialCrashed as crash:
+            self._put_aside(package, f"{manifest.package_digest}.pt2", crash.message)
+            raise
+        package.unlink()
+
+    def _name(self, private: Path, manifest: Manifest, beside: tuple[str, ...]) -> Manifest:
+        """Give the written files their names, the manifest last. The caller holds the lock."""
+        winner = self.intact(manifest.program, manifest.bucket, manifest.key)
+        if winner is not None:
+            if winner.package_digest != manifest.package_digest:
+                logger.warning("%s is there already; this build of it has other bytes", winner)
+            return winner
+        give_name(private / "blob", self.blob_path(manifest))
+        target = self.manifest_path(manifest.program, manifest.bucket, manifest.key)
+        # The origin of an artifact that is gone says nothing of this one.
+        _unlink_all(files_beside(target))
+        try:
+            for suffix in beside:
+                give_name(private / suffix, target.with_suffix(suffix))
+            give_name(private / "manifest", target)
+        except BaseException:
+            # Visible, but perhaps not durable: what was reported as failed must not be there.
+            with suppress(OSError):
+                target.unlink()
+            raise
         return manifest
 
+    def quarantine(self, manifest: Manifest, reason: str) -> Path | None:
+        """Stop offering an artifact that crashes, so that a build replaces it; say where its manifest went.
+
+        None if this store cannot be written. The blob stays until `gc`.
+        """
+        path = self.manifest_path(manifest.program, manifest.bucket, manifest.key)
+        try:
+            with self.locked():
+                aside = self._put_aside(path, f"{manifest.key}.json", reason)
+                _unlink_all(files_beside(path))
+                return aside
+        except OSError:
+            return None
+
+    def _put_aside(self, path: Path, name: str, reason: str) -> Path:
+        make_folders(self.quarantine_root)
+        aside = self.quarantine_root / name
+        aside.with_suffix(".reason").write_text(f"{reason}\n", "utf-8")
+        return path.replace(aside)
+
+    def require_writable(self) -> None:
+        """Raise UserError saying why nothing can be published here, before somebody compiles for it."""
+        try:
+            with self._private_folder():
+                pass
+        except OSError as error:
+            raise UserError(
+                f"nothing can be published in '{self.root}': {(error.strerror or str(error)).lower()}",
+                f"name a store you can write: `--store DIR` or ${STORE_VARIABLE}",
+            ) from error
+
     @contextmanager
-    def _publishing(self) -> Iterator[Path]:
-        """Hold the publishers' lock and give an empty private folder on the store's own file system."""
-        _make_folders(self.root)
+    def locked(self) -> Iterator[None]:
+        """Hold the lock under which names appear and vanish. OSError if the store cannot be written."""
+        make_folders(self.root)
         check_trusted_folder(self.root)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         lock = os.open(self.root / "lock", flags, 0o600)
         try:
             # The kernel releases the lock of a killed holder; the file itself means nothing.
             fcntl.flock(lock, fcntl.LOCK_EX)
-            private = self.root / "tmp"
-            shutil.rmtree(private, ignore_errors=True)
-            private.mkdir(mode=0o700)
-            try:
-                yield private
-            finally:
-                shutil.rmtree(private, ignore_errors=True)
+            yield
         finally:
-            os.close(lock)
+            with suppress(OSError):
+                os.close(lock)
+
+    @contextmanager
+    def _private_folder(self) -> Iterator[Path]:
+        """An empty folder on the store's file system that nobody else uses, and that goes at the end.
+
+        Its name is no process id: hosts that share a store have the same ones.
+        """
+        private = self.tmp / uuid.uuid4().hex
+        with self.locked():
+            self.sweep()
+            make_folders(self.tmp)
+            os.mkdir(private, 0o700)  # noqa: PTH102
+            held = os.open(private / "held", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            yield private
+        finally:
+            _remove(private)
+            with suppress(OSError):
+                os.close(held)
+
+    def sweep(self) -> None:
+        """Remove what dead publishers left. The caller holds the lock: no folder is half made."""
+        for left in self.tmp.glob("*"):
+            if _is_held(left):
+                continue
+            _remove(left)
+
+
+def files_beside(manifest: Path) -> list[Path]:
+    """Signature, origin: what shares a manifest's name."""
+    return sorted(path for path in manifest.parent.glob(f"{manifest.stem}.*") if path != manifest)
+
+
+def _unlink_all(paths: list[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder as far as that goes: what stays is swept later, and fails no publisher."""
+    with suppress(OSError):
+        if path.is_dir():
+            # Its own closing of folders may fail all the same.
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+def _is_held(folder: Path) -> bool:
+    """Whether a living publisher works in a folder; when in doubt (no descriptors left), yes."""
+    try:
+        held = os.open(folder / "held", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(held)
+    return False
 
 
 def _decompress(blob: bytes, size: int, path: Path) -> bytes:
-    """Expand exactly one checksummed frame that states exactly `size` bytes.
+    """Expand exactly one checksummed frame that states exactly `size` bytes, and never hold more than those.
 
-    zstd allocates what the frame states, so the statement is compared first; a frame that holds more than it
-    states, a second frame or trailing bytes are errors.
+    The library would silently drop a second frame or trailing bytes, and hand out what was not checksummed.
     """
     try:
         frame = zstandard.get_frame_parameters(blob)
@@ -178,38 +329,31 @@ def _decompress(blob: bytes, size: int, path: Path) -> bytes:
             raise CorruptArtifact(
                 f"{path}: the compressed frame does not state the package's size", REBUILD_HINT
             )
-        return zstandard.ZstdDecompressor().decompress(blob, allow_extra_data=False)
+        end = _frame_end(blob)
+        if end != len(blob):
+            what = "is cut short" if end > len(blob) else f"is followed by {len(blob) - end} bytes"
+            raise CorruptArtifact(f"{path}: the compressed frame {what}", REBUILD_HINT)
+        decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
+        package = bytearray()
+        with decompressor.stream_reader(io.BytesIO(blob)) as reader:
+            while len(package) <= size and (chunk := reader.read(CHUNK)):
+                package += chunk
     except zstandard.ZstdError as error:
         raise CorruptArtifact(f"{path}: {error}", REBUILD_HINT) from None
+    if len(package) != size:
+        raise CorruptArtifact(f"{path}: the compressed frame does not hold what it states", REBUILD_HINT)
+    return bytes(package)
 
 
-def _install(temporary: Path, content: bytes, target: Path) -> None:
-    """Write aside, make durable, then give the file its name; a name that is taken gets the new content."""
-    _make_folders(target.parent)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        os.link(temporary, target)
-    except FileExistsError:
-        temporary.replace(target)
-    _sync_folder(target.parent)
-
-
-def _make_folders(folder: Path) -> None:
-    """Make a folder and those above it, each durable and, whatever the umask, writable by its owner alone."""
-    if folder.is_dir():
-        return
-    _make_folders(folder.parent)
-    folder.mkdir(mode=0o755, exist_ok=True)
-    _sync_folder(folder.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _frame_end(blob: bytes) -> int:
+    """Where a frame with a checksum ends, from the headers of its blocks (RFC 8878, 3.1.1.2); past the end of
+    the bytes if they are cut short.
+    """
+    position = zstandard.frame_header_size(blob)
+    while position + 3 <= len(blob):
+        header = int.from_bytes(blob[position : position + 3], "little")
+        last, repeated, size = header & 1, header >> 1 & 3 == 1, header >> 3
+        position += 3 + (1 if repeated else size)
+        if last:
+            return position + 4
+    return len(blob) + 1

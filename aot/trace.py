@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from aot.errors import UserError
+from aot.errors import ConfigError, UserError
 from aot.manifest import KeyInputs
 from aot.program import TensorSpec
 from aot.source import digest_of_files, source_files
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from aot.buckets import Bucket
     from aot.fingerprint import Fingerprint
     from aot.program import Program
+    from aot.target import Target
 
 Option = bool | int | str
 
@@ -63,19 +64,32 @@ def effective_options(program: Program, torch_version: str | None = None) -> dic
     return {name: options[name] for name in sorted(options) if OPTION_SINCE.get(name, (0, 0)) <= release}
 
 
-def key_inputs(program: Program, bucket: Bucket, fingerprint: Fingerprint) -> KeyInputs:
-    """Return everything that names the artifact of `program` at `bucket` on the machine of `fingerprint`.
+def key_inputs(
+    program: Program, bucket: Bucket, fingerprint: Fingerprint, target: Target | None = None
+) -> KeyInputs:
+    """Return everything that names the artifact of `program` at `bucket` on the machine of `fingerprint`,
+    or on every machine that has the instructions of `target`.
 
-    Nothing is traced. Raises ConfigError if the program has no form at this bucket.
+    Nothing is traced. Raises ConfigError if the program has no form at this bucket or no CPU form for a
+    target, EnvironmentFault if this machine cannot build for the target.
     """
     program.check_bucket(bucket)
     sources = source_files(program.source_modules)
+    options = effective_options(program, fingerprint.torch_version)
+    if target is not None:
+        if program.device_type != "cpu":
+            raise ConfigError(
+                f"program {program.name} runs on {program.device_type}: '{target}' is no target for it",
+                "build without `--target`",
+            )
+        fingerprint = target.fingerprint(fingerprint, torch_release(fingerprint.torch_version))
+        options = dict(sorted({**options, **target.options()}.items()))
     return KeyInputs(
         program=program.name,
         identity=program.identity,
         bucket=bucket,
         call_spec=program.call_spec(bucket),
-        compile_options=effective_options(program, fingerprint.torch_version),
+        compile_options=options,
         source_digest=digest_of_files(sources),
         sources=sources,
         fingerprint=fingerprint,

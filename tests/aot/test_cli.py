@@ -39,7 +39,7 @@ def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     return run
 
 
-COMMANDS = ("doctor", "plan", "build", "verify", "ls", "show")
+COMMANDS = ("doctor", "plan", "build", "verify", "ls", "show", "diff", "du", "gc")
 HEAVY = ("torch", "transformers", "datasets", "wandb")
 
 

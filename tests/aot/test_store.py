@@ -1,11 +1,8 @@
 import dataclasses
-import errno
 import fcntl
 import hashlib
-import multiprocessing
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -13,20 +10,13 @@ import time
 import pytest
 import zstandard
 
-from aot.buckets import Bucket
-from aot.errors import CorruptArtifact, UserError
-from aot.fingerprint import Fingerprint
+from aot.errors import CorruptArtifact
 from aot.manifest import Manifest
 from aot.store import Store, default_store_root
-from aot.trace import key_inputs
-from tests.support.toy import LARGE, SMALL, ToyStep
+from tests.support.stores import inputs_of, package_bytes
+from tests.support.toy import LARGE, SMALL
 
-FINGERPRINT = Fingerprint(**{field.name: "2.13" for field in dataclasses.fields(Fingerprint)})
-PACKAGE = random.Random(0).randbytes(20_000) + bytes(20_000)
-
-
-def inputs_of(bucket: Bucket = SMALL, **program):
-    return key_inputs(ToyStep(**program), bucket, FINGERPRINT)
+PACKAGE = package_bytes()
 
 
 @pytest.fixture
@@ -119,7 +109,7 @@ def lying_frame(stated: int, content: bytes) -> bytes:
     return bytes(blob)
 
 
-STATES, EXTRA = "does not state the package's size", "unused data"
+STATES, EXTRA = "does not state the package's size", "is followed by"
 
 
 @pytest.mark.parametrize(
@@ -129,11 +119,9 @@ STATES, EXTRA = "does not state the package's size", "unused data"
         pytest.param(frame(PACKAGE) + b"x", EXTRA, id="trailing byte"),
         pytest.param(frame(PACKAGE, write_checksum=False), STATES, id="no checksum"),
         pytest.param(frame(PACKAGE, write_content_size=False), STATES, id="no stated size"),
-        pytest.param(frame(PACKAGE)[:-20], "did not decompress full frame", id="cut frame"),
+        pytest.param(frame(PACKAGE)[:-20], "is cut short", id="cut frame"),
         pytest.param(frame(PACKAGE + b"x"), STATES, id="larger package"),
         pytest.param(frame(PACKAGE[:-1] + b"x"), "not the one published", id="another package"),
-        pytest.param(frame(bytes(1 << 30)), STATES, id="bomb of 1 GiB"),
-        pytest.param(bytes.fromhex("28b52ffde0ffffffffffffff7f"), STATES, id="13 bytes that ask for 2^63"),
         pytest.param(b"not zstd", "Unknown frame descriptor", id="not zstd"),
         pytest.param(b"", "not enough data", id="empty"),
     ],
@@ -179,82 +167,8 @@ def test_a_reader_writes_nothing(store, published):
     assert state() == before
 
 
-CALLS = ("open", "mkdir", "chmod", "fchmod", "fsync", "link", "rename", "replace", "unlink", "rmdir", "close")
-
-
-def publish_dying_at(call: int, store: Store, package, inputs) -> int:
-    """Publish in a forked child that kills itself before its n-th system call; return its exit status."""
-    child = os.fork()
-    if child == 0:
-        count = 0
-
-        def counted(function):
-            def wrapper(*args, **kwargs):
-                nonlocal count
-                if count == call:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                count += 1
-                return function(*args, **kwargs)
-
-            return wrapper
-
-        for name in CALLS:
-            setattr(os, name, counted(getattr(os, name)))
-        try:
-            store.publish(package, inputs, "0" * 64, {})
-        finally:
-            os._exit(0)
-    return os.waitpid(child, 0)[1]
-
-
-def test_killed_anywhere_a_publisher_leaves_the_old_state_or_the_whole_artifact(tmp_path, package):
-    visible = []
-    for call in range(200):
-        store = Store(tmp_path / f"store{call}")
-        old = store.publish(package, inputs_of(LARGE), "0" * 64, {})
-        status = publish_dying_at(call, store, package, inputs_of())
-        found = store.manifests()
-        assert old in found
-        for manifest in found:
-            assert store.read_package(manifest) == PACKAGE
-        visible.append(len(found) == 2)
-        store.publish(package, inputs_of(), "0" * 64, {})
-        assert len(store.manifests()) == 2
-        assert not (store.root / "tmp").exists()
-        if not os.WIFSIGNALED(status):
-            break
-    else:
-        pytest.fail("the publisher never ran to its end")
-    assert call > 15, "the kill points were not reached"
-    assert visible == sorted(visible), "an artifact that was visible once vanished"
-    assert False in visible
-
-
-def publish_at_barrier(root, package, bucket, barrier):
-    for index in range(10):
-        barrier.wait()
-        Store(root).publish(package, inputs_of(bucket, inner=16 + index), "0" * 64, {})
-
-
-def test_racing_publishers_leave_one_artifact_per_key(tmp_path, package):
-    context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(8)
-    workers = [
-        context.Process(target=publish_at_barrier, args=(tmp_path / "store", package, SMALL, barrier))
-        for _ in range(8)
-    ]
-    for worker in workers:
-        worker.start()
-    store = Store(tmp_path / "store")
-    while any(worker.is_alive() for worker in workers):
-        for manifest in store.manifests():
-            assert store.read_package(manifest) == PACKAGE
-    assert [worker.exitcode for worker in workers] == [0] * 8
-    assert len(store.manifests()) == 10
-    assert len(list(store.blobs.iterdir())) == 1
-
-
 def test_a_killed_lock_holder_holds_nobody_up(store, package, published):
+    """Row 4 of the fault table. Fails when the existence of the file is the lock."""
     hold = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True)"
     command = [sys.executable, "-c", f"{hold}; import time; time.sleep(60)", str(store.root / "lock")]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -266,24 +180,6 @@ def test_a_killed_lock_holder_holds_nobody_up(store, package, published):
     started = time.monotonic()
     store.publish(package, inputs_of(LARGE), "0" * 64, {})
     assert time.monotonic() - started < 5
-
-
-@pytest.mark.parametrize("call", ["fsync", "link"])
-def test_an_error_while_writing_publishes_nothing_and_says_where(
-    store, package, published, monkeypatch, call
-):
-    def fail(*args, **kwargs):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, call, fail)
-        with pytest.raises(UserError, match="No space left on device") as caught:
-            store.publish(package, inputs_of(LARGE), "0" * 64, {})
-    assert str(store.root) in caught.value.message
-    assert store.manifests() == [published]
-    assert not (store.root / "tmp").exists()
-    store.publish(package, inputs_of(LARGE), "0" * 64, {})
-    assert len(store.manifests()) == 2
 
 
 def test_new_folders_and_files_are_writable_by_the_owner_alone_under_any_umask(store, package):

@@ -5,6 +5,8 @@ compiles in seconds. `program_set` is its factory: `tests.support.toy:program_se
 """
 
 import fcntl
+import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,3 +115,14 @@ def built_store(folder: Path) -> Store:
         fcntl.flock(lock, fcntl.LOCK_EX)
         build(requests(SMALL, LARGE), store, jobs=2)
     return store
+
+
+def session_store(base: Path) -> Store:
+    """The toy's store of a test session, whose processes have their base folders side by side."""
+    return built_store((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "toy")
+
+
+def copied(store: Store, folder: Path) -> Store:
+    """A copy of a store that a test may damage."""
+    shutil.copytree(store.root, folder, ignore=shutil.ignore_patterns("build"))
+    return Store(folder)

@@ -1,0 +1,203 @@
+"""`dflash-aot ls | show | diff | du | gc`, and `build --check`."""
+
+import fcntl
+import json
+from pathlib import Path
+
+import pytest
+
+from aot import console
+from aot.cli import cli
+from aot.collect import LOCK_NAME, collect, named_keys
+from aot.errors import ConfigError, UserError
+from aot.manifest import Manifest
+from aot.store import Store
+from tests.support.stores import check_whole, package_bytes, publish
+from tests.support.toy import LARGE, SMALL
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run a command line in this process: (exit code, stdout, stderr)."""
+    monkeypatch.delenv("DFLASH_AOT_STORE", raising=False)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = console.run(cli, "dflash-aot", [str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    path = tmp_path / "model.pt2"
+    path.write_bytes(package_bytes())
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path, package: Path) -> Store:
+    """Three artifacts; the two of SMALL share a blob."""
+    store = Store(tmp_path / "store")
+    publish(store, package, SMALL)
+    publish(store, package, SMALL, inner=32)
+    package.write_bytes(package_bytes(1))
+    publish(store, package, LARGE)
+    return store
+
+
+def lock_file(folder: Path, *manifests: Manifest) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = [
+        {"program": m.program, "bucket": str(m.bucket), "key": m.key, "package_digest": m.package_digest}
+        for m in manifests
+    ]
+    path = folder / LOCK_NAME
+    path.write_text(json.dumps({"artifacts": entries}))
+    return path
+
+
+def test_diff_names_each_field_that_differs(tool, store: Store) -> None:
+    one, other = store.manifests("toy_step", SMALL)
+    wide = next(m for m in (one, other) if m.key_inputs.identity["network"]["inner"] == 32)
+    narrow = other if wide is one else one
+    code, out, _ = tool("diff", narrow.key[:10], wide.key[:10], "--store", store.root)
+    assert code == 1
+    lines = out.splitlines()
+    assert lines[0].split() == ["field", narrow.key[:12], wide.key[:12]]
+    assert any(line.split() == ["identity.network.inner", "16", "32"] for line in lines)
+    assert any(line.startswith("call_spec.inputs.param.w1.shape") or "param.w1" in line for line in lines)
+    assert not any(line.startswith(("graph_hash", "package_digest", "fingerprint")) for line in lines)
+    code, out, _ = tool("diff", narrow.key, "toy_step/256x16", "--store", store.root, "--json")
+    fields = {difference["field"] for difference in json.loads(out)["differences"]}
+    assert code == 1
+    assert {"bucket", "package_digest"} <= fields
+
+
+def test_an_artifact_does_not_differ_from_itself(tool, store: Store) -> None:
+    key = store.manifests()[0].key
+    assert tool("diff", key, key, "--store", store.root) == (0, "", "they do not differ\n")
+
+
+def test_du_counts_a_shared_blob_once_and_what_nobody_names(tool, store: Store) -> None:
+    (store.blobs / f"{'0' * 64}.zst").write_bytes(bytes(1000))
+    on_disk = sum(path.stat().st_size for path in store.blobs.glob("*.zst"))
+    code, out, _ = tool("du", "--store", store.root, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["programs"] == {"toy_step": [3, on_disk - 1000]}
+    assert found["unnamed"] == 1000
+    code, out, _ = tool("du", "--store", store.root)
+    assert out.splitlines()[0].split() == ["what", "artifacts", "on", "disk"]
+    assert any(line.split()[:2] == ["toy_step", "3"] for line in out.splitlines())
+
+
+def test_gc_lists_first_and_removes_only_with_delete(tool, store: Store, tmp_path: Path) -> None:
+    """Fails when a shared blob goes with the first of its artifacts, or when listing removes."""
+    keep, other = store.manifests("toy_step", SMALL)
+    lock = lock_file(tmp_path / "runs" / "a" / "checkpoints" / "step-10", keep)
+    store.manifest_path("toy_step", SMALL, other.key).with_suffix(".sig").write_bytes(b"signature")
+    code, out, err = tool("gc", "--keep", tmp_path / "runs", "--store", store.root)
+    assert code == 0
+    assert sorted(line.split()[1] for line in out.splitlines()) == ["128x8", "256x16"]
+    assert err.startswith("would remove 2 artifacts and 1 blobs")
+    assert len(check_whole(store)) == 3
+    code, _, err = tool("gc", "--keep", lock, "--store", store.root, "--delete")
+    assert code == 0
+    assert err.startswith("removed 2 artifacts and 1 blobs")
+    assert check_whole(store) == [keep]
+    left = [path.name for path in store.root.rglob("*") if path.is_file()]
+    assert sorted(left) == sorted(["lock", f"{keep.key}.json", f"{keep.blob_digest}.zst"])
+
+
+def test_gc_keeps_what_any_of_several_lock_files_names(tool, store: Store, tmp_path: Path) -> None:
+    manifests = store.manifests()
+    first, second = lock_file(tmp_path / "a", manifests[0]), lock_file(tmp_path / "b", *manifests[1:])
+    assert tool("gc", "--keep", first, "--keep", second, "--store", store.root, "--delete")[0] == 0
+    assert check_whole(store) == manifests
+
+
+def test_gc_must_be_told_what_to_keep(tool, store: Store, tmp_path: Path) -> None:
+    """Fails when no root, an empty folder or a broken lock file means "nothing is named"."""
+    (tmp_path / "empty").mkdir()
+    lock_file(tmp_path / "broken").write_text('{"artifacts": [{"key": "abc"}]}')
+    for arguments in (
+        [],
+        ["--keep", tmp_path / "empty"],
+        ["--keep", tmp_path / "broken"],
+        ["--all", "--keep", lock_file(tmp_path / "good", *store.manifests())],
+    ):
+        code, _, err = tool("gc", *arguments, "--store", store.root, "--delete")
+        assert code == 64
+        assert "hint: " in err
+    assert len(check_whole(store)) == 3
+    assert tool("gc", "--all", "--store", store.root, "--delete")[0] == 0
+    assert store.manifests() == []
+    assert list(store.blobs.iterdir()) == []
+
+
+def test_gc_removes_no_blob_while_a_kept_manifest_cannot_be_read(store: Store) -> None:
+    """Its blob cannot be known. Fails when an unreadable manifest is passed over."""
+    kept = store.manifests("toy_step", LARGE)[0]
+    store.manifest_path("toy_step", LARGE, kept.key).write_bytes(b"{}")
+    found = collect(store, {kept.key})
+    assert len(found.manifests) == 2
+    assert found.blobs == ()
+    assert store.blob_path(kept).exists()
+
+
+def test_gc_waits_for_a_publisher_and_leaves_its_folder(store: Store, package: Path) -> None:
+    """A trial runs while gc sweeps: fails when `sweep` ignores the lock of `held`."""
+    package.write_bytes(package_bytes(5))
+    manifest = publish(store, package, inner=99, trial=lambda path: (collect(store, set()), None)[1])
+    assert check_whole(store) == [manifest]
+
+
+def test_gc_removes_the_folder_of_a_failed_build_and_leaves_that_of_a_running_one(store: Store) -> None:
+    """Fails when `_remove_folder` does not ask for the build's lock."""
+    running, failed = (store.root / "build" / name for name in ("running", "failed"))
+    for folder in (running, failed):
+        (folder / "inductor").mkdir(parents=True)
+        Path(f"{folder}.lock").touch()
+    with Path(f"{running}.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        collect(store, {manifest.key for manifest in store.manifests()})
+    assert running.is_dir()
+    assert not failed.exists()
+    assert len(check_whole(store)) == 3
+
+
+def test_gc_of_a_store_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot remove from"):
+        collect(Store(tmp_path / "file" / "store"), set())
+
+
+def test_a_lock_file_with_a_foreign_key_is_refused(tmp_path: Path) -> None:
+    path = lock_file(tmp_path)
+    for content in ("", "[]", "{}", '{"artifacts": [{}]}', '{"artifacts": [{"key": "../x"}]}'):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match="is no lock file"):
+            named_keys([path])
+
+
+def test_build_refuses_a_dry_run_for_another_target(tool) -> None:
+    code, _, err = tool("build", "toy", "--dry-run", "--target", "cpu:x86-64-v3")
+    assert code == 64
+    assert "`--dry-run` lists what this machine lacks" in err
+
+
+@pytest.mark.parametrize(("differing", "code"), [((), 0), (("x.wrapper.so",), 1)])
+def test_build_check_names_the_member_that_differs(tool, tmp_path, monkeypatch, differing, code) -> None:
+    from aot import compile as compile_module
+
+    monkeypatch.setattr(
+        compile_module,
+        "check",
+        lambda requests, *args, **kwargs: [compile_module.CheckResult(r, differing) for r in requests],
+    )
+    found, out, _ = tool(
+        "build", "toy", "--check", "--store", tmp_path, "--programs", "tests.support.toy:program_set"
+    )
+    assert found == code
+    assert out.count("x.wrapper.so" if differing else "none: the same bytes") == 2
