@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import uuid
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def replace_file(path: Path, content: bytes, mode: int = 0o644) -> None:

@@ -5,8 +5,9 @@ A signature is a file beside the manifest, so that manifests never change:
     manifests/<program>/<bucket>/<key>.sig      {schema, signatures: [{algorithm, key_id, signature}, ...]}
     manifests/<program>/<bucket>/<key>.origin   {schema, remote}: it was not built here
 
-What is signed is the manifest's canonical bytes after a prefix of our own: the key, every build input, digests
-and sizes. One good signature of a trusted key is enough. The keyring is a folder that only its owner writes:
+What is signed is the manifest's canonical bytes after a prefix of our own: the key, every build input,
+digests and sizes. One good signature of a trusted key is enough. The keyring is a folder that only its owner
+writes:
 
     private/<name>.pem     ed25519, mode 0600
     trusted/<key id>.json  {schema, name, algorithm, public_key, expires?}: the file to hand to others
@@ -22,7 +23,6 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,8 @@ from aot.manifest import canonical_json
 from aot.trust import check_trusted_folder, open_trusted
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 SCHEMA = 1
@@ -264,7 +266,7 @@ class Keyring:
         return f"{name} expired on {key.expires}" if key.expired(today or _today()) else None
 
     def create(self, name: str, expires: str | None = None) -> PublicKey:
-        """Make a key pair, trust it and return its public half. Raises ConfigError for a name that is taken."""
+        """Make a key pair, trust it, return its public half. Raises ConfigError for a name that is taken."""
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
@@ -319,7 +321,7 @@ class Keyring:
 
         if name is None and len(self.private) > 1:
             raise ConfigError(f"several keys can sign: {', '.join(self.private)}", "choose one: `--key NAME`")
-        if name is None and not self.private or name is not None and name not in self.private:
+        if name not in self.private if name else not self.private:
             missing = f"no private key '{name}'" if name else "no private key"
             raise ConfigError(f"{missing} in '{self.folder}'", "`dflash-aot keys new NAME` makes one")
         path = self.folder / "private" / f"{name or self.private[0]}.pem"
@@ -337,7 +339,7 @@ class Keyring:
 
 
 def _entries(folder: Path, kind: str, suffix: str) -> list[Path]:
-    """The files of one kind, after the folder was found to be this user's own; hidden ones are half written."""
+    """The files of one kind, in a folder found to be this user's own; hidden ones are half written."""
     inner = folder / kind
     if not os.path.lexists(inner):
         return []
