@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from aot.archive import check_archive
 from aot.console import warn
 from aot.errors import ConfigError, UntrustedArtifact
+from aot.files import replace_file
 from aot.signing import (
     MAX_DOCUMENT_BYTES,
     ORIGIN_SUFFIX,
@@ -24,12 +26,16 @@ from aot.signing import (
     SIGNATURE_SUFFIX,
     Keyring,
     check_signature,
+    merge_signatures,
     parse_origin,
+    sign,
 )
 from aot.trust import open_trusted
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     from aot.manifest import Manifest
     from aot.store import Store
@@ -105,3 +111,18 @@ def _read(path: Path) -> bytes | None:
         return None
     with open_trusted(path) as file:
         return file.read(MAX_DOCUMENT_BYTES + 1)
+
+
+def sign_artifact(store: Store, manifest: Manifest, private_key: Ed25519PrivateKey, keyring: Keyring) -> None:
+    """Add a signature to an artifact whose bytes are good, beside those of other keys.
+
+    Raises UntrustedArtifact for one from a remote that no trusted key has signed: to sign it would be to
+    trust it. Raises CorruptArtifact for damaged bytes.
+    """
+    check_trust(store, manifest, Policy(keys=keyring.folder))
+    check_archive(store.read_package(manifest), str(manifest))
+    path = store.manifest_path(manifest.program, manifest.bucket, manifest.key).with_suffix(SIGNATURE_SUFFIX)
+    document, earlier = sign(manifest.to_bytes(), private_key), _read(path)
+    if earlier is not None:
+        document = merge_signatures(earlier, document)
+    replace_file(path, document)

@@ -13,29 +13,23 @@ Exit code: the sum of 1 corrupt + 2 untrusted + 4 could not check + 8 stale.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from aot.archive import MODEL_NAME, check_archive
-from aot.buckets import Bucket
-from aot.canary import child_environment
+from aot.archive import check_archive
 from aot.errors import CorruptArtifact, EnvironmentFault, UntrustedArtifact, UserError
 from aot.lockfile import LockedArtifact
 from aot.manifest import Difference
 from aot.policy import Policy, check_trust
 from aot.private import private_folder, process_folder
+from aot.recheck import ChildRequest, OutputError, RunSource, ask_child
 from aot.runtime import build_command, private_copy, shown
 from aot.source import source_files
 from aot.trace import key_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
-
-    import torch
 
     from aot.fingerprint import Fingerprint
     from aot.lockfile import Lock
@@ -50,37 +44,11 @@ NEEDS_RUN = "needs a run: `dflash-aot verify RUN`"
 Status = Literal["ok", "corrupt", "untrusted", "unchecked", "stale"]
 EXIT_BITS: dict[Status, int] = {"ok": 0, "corrupt": 1, "untrusted": 2, "unchecked": 4, "stale": 8}
 
-#: Relative error allowed of each output, by the lowest precision among a program's inputs: TWIN_FACTOR times
-#: what the eager twin itself is off from float64, but no less than the first number, no more than the second.
-#: Discrete outputs are held to the second.
-TOLERANCE = {
-    "float64": (1e-12, 1e-9),
-    "float32": (1e-5, 1e-2),
-    "float16": (1e-2, 1e-1),
-    "bfloat16": (3e-2, 3e-1),
-}
-TWIN_FACTOR = 1.5
-
-
-@dataclass(frozen=True)
-class OutputError:
-    """Relative errors `|a-b|/|b|` of one output against float64: the package's, and its eager twin's."""
-
-    name: str
-    error: float
-    twin_error: float
-    tolerance: float
-
-    @property
-    def ok(self) -> bool:
-        # Written so that NaN fails.
-        return self.error <= self.tolerance
-
 
 @dataclass(frozen=True)
 class Check:
-    """One level of one artifact. `command` mends it, `differences` are behind what is stale, `outputs` are the
-    errors that `numerics` measured.
+    """One level of one artifact. `command` mends it, `outputs` are the errors that `numerics` measured and
+    `differences` what makes it stale.
     """
 
     artifact: str
@@ -90,15 +58,6 @@ class Check:
     command: str | None = None
     outputs: tuple[OutputError, ...] = ()
     differences: tuple[Difference, ...] = ()
-
-
-@dataclass(frozen=True)
-class RunSource:
-    """Where programs come from, so that a child process can make them again."""
-
-    factory: str
-    run_file: str
-    overrides: tuple[str, ...]
 
 
 def exit_code(checks: Sequence[Check]) -> int:
@@ -388,100 +347,3 @@ class _Session:
             worst = max(outputs, key=lambda output: output.error / output.tolerance)
             detail = f"worst {worst.name}: {worst.error:.1e} (eager {worst.twin_error:.1e})"
         return self.check("numerics", "corrupt" if wrong else "ok", detail, outputs=outputs)
-
-
-@dataclass(frozen=True)
-class ChildRequest:
-    """What a child needs for `graph` or `numerics`: the program, the verified package, the inputs' seed."""
-
-    level: str
-    source: RunSource
-    program: str
-    bucket: str
-    package: str = ""
-    seed: int = 0
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-
-def ask_child(request: ChildRequest, timeout_s: float = 3600.0) -> tuple[Any, str | None]:
-    """Return a child's answer, or why there is none."""
-    try:
-        child = subprocess.run(
-            [sys.executable, "-m", "aot.verify"],
-            input=json.dumps(asdict(request)),
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            env=child_environment(request.environment),
-        )
-    except subprocess.TimeoutExpired:
-        return None, f"no answer within {timeout_s:.0f} s"
-    if child.returncode:
-        last = child.stderr.strip().splitlines()[-1:] or ["no message"]
-        return None, f"the child process ended with code {child.returncode}: {last[0]}"
-    return json.loads(child.stdout.splitlines()[-1]), None
-
-
-def measure(program: Program, bucket: Bucket, package: str, seed: int) -> list[OutputError]:
-    """Run the package, the program's own function eagerly, and the float64 twin on the same fresh inputs.
-
-    Inputs are drawn again for each of them, because a program may add into its accumulators.
-    """
-    import torch
-
-    device = torch.device(program.device_type, 0) if program.device_type == "cuda" else torch.device("cpu")
-
-    def inputs() -> tuple[torch.Tensor, ...]:
-        return program.example_inputs(bucket, seed, device)
-
-    loader = torch._C._aoti.AOTIModelPackageLoader(
-        package, MODEL_NAME, True, 1, 0 if device.index == 0 else -1
-    )
-    with torch.no_grad():
-        compiled = [tensor.double().cpu() for tensor in loader.run(list(inputs()))]
-    twin = [tensor.double().cpu() for tensor in program.function(bucket)(*inputs())]
-    exact = [tensor.double().cpu() for tensor in program.reference(bucket, inputs())]
-    spec = program.call_spec(bucket)
-    floor, ceiling = max(TOLERANCE.get(tensor.dtype, (0.0, 0.0)) for tensor in spec.inputs)
-    errors = []
-    for name, ours, eager, reference in zip(spec.output_names, compiled, twin, exact, strict=True):
-        twin_error = relative_error(eager, reference)
-        tolerance = min(max(floor, TWIN_FACTOR * twin_error), ceiling)
-        if name in program.discrete_outputs:
-            tolerance = ceiling
-        errors.append(OutputError(name, relative_error(ours, reference), twin_error, tolerance))
-    return errors
-
-
-def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
-    """`|a-b|/|b|` over all elements; the absolute error where the reference is all zero."""
-    return float((ours - reference).norm()) / (float(reference.norm()) or 1.0)
-
-
-def traced_hash(program: Program, bucket: Bucket) -> str:
-    """Return the hash of the graph that a build would compile now; nothing is compiled."""
-    from aot.graph import graph_hash
-    from aot.trace import trace
-
-    return graph_hash(trace(program, bucket))
-
-
-def main() -> None:
-    """Answer one ChildRequest from stdin with one line of JSON."""
-    from aot.compile import BuildRequest, load_program
-
-    record: dict[str, Any] = json.load(sys.stdin)
-    source = record["source"]
-    request = BuildRequest(
-        source["factory"], source["run_file"], tuple(source["overrides"]), record["program"], record["bucket"]
-    )
-    program, bucket = load_program(request), Bucket.parse(record["bucket"])
-    if record["level"] == "graph":
-        print(json.dumps(traced_hash(program, bucket)))
-        return
-    errors = measure(program, bucket, record["package"], record["seed"])
-    print(json.dumps([asdict(error) for error in errors]))
-
-
-if __name__ == "__main__":
-    main()
