@@ -24,7 +24,7 @@ DATE = "YEAR-MONTH-DAY"
 expires_option = click.option("--expires", metavar=DATE, help="Last day on which its signatures count (UTC).")
 
 
-@click.group(context_settings=CONTEXT)
+@click.group(context_settings=CONTEXT, epilog=examples("dflash-aot keys new alice", "dflash-aot keys list"))
 def keys() -> None:
     """Keys that vouch for artifacts: yours, and those you trust.
 

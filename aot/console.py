@@ -70,7 +70,7 @@ buckets_option = click.option(
 )  # fmt: skip
 policy_option = click.option(
     "--policy", "policy_name", envvar="DFLASH_AOT_POLICY", show_envvar=True, metavar="NAME", default="local",
-    help="Whom to trust: `local` (built in this store) or `signed`. What came from a remote is always signed.",
+    help="Whom to trust: `local` (own builds) or `signed`. What came from a remote must always be signed.",
 )  # fmt: skip
 allow_unsigned_option = click.option(
     "--allow-unsigned", multiple=True, metavar="KEY",

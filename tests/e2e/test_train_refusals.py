@@ -18,7 +18,7 @@ from aot.errors import (
     StaleArtifact,
     UserError,
 )
-from aot.runtime import PRIVATE_VARIABLE
+from aot.private import PRIVATE_VARIABLE
 from dflash.train import session
 from tests.support.tiny_run import NEEDS, REPOSITORY
 from tests.support.training import train_here
@@ -137,7 +137,7 @@ def dry_run(tiny, project, tmp_path):
     return subprocess.run(
         [
             sys.executable, "-m", "dflash.cli", "train", tiny.run_file, "--dry-run",
-            "--store", str(tiny.store), "--output", str(tmp_path / "out"),
+            "--store", str(tiny.store), "--lock", str(tiny.lock), "--output", str(tmp_path / "out"),
         ],
         capture_output=True, text=True, cwd=project, env={**os.environ, "PYTHONPATH": str(project)},
     )  # fmt: skip
