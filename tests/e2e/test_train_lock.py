@@ -20,6 +20,7 @@ from dflash.train.session import Invocation
 from tests.support.training import final_bytes, tiny_config, train_here
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.support.tiny_run import TinyRun
@@ -34,7 +35,7 @@ def no_target(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_lock_file_nothing_starts(tiny: TinyRun, tmp_path: Path, no_target: None) -> None:
     """Fails if a run takes whatever the store offers."""
-    with pytest.raises(ConfigError, match="lock file '.*' does not exist") as caught:
+    with pytest.raises(ConfigError, match=r"lock file '.*' does not exist") as caught:
         train_here(tiny, tmp_path / "out", lock=tmp_path / FILE_NAME)
     assert f"`dflash-aot build {tiny.run_file} --buckets 128x16,256x32" in (caught.value.hint or "")
 
@@ -49,7 +50,7 @@ def test_a_lock_file_must_name_every_artifact_of_the_run(
         train_here(tiny, tmp_path / "out", lock=tmp_path / FILE_NAME)
     assert f"`dflash-aot build {tiny.run_file} --buckets 256x32" in (caught.value.hint or "")
     write_lock(tmp_path / FILE_NAME, {**lock, place: replace(lock[place], package_digest="0" * 64)})
-    with pytest.raises(LockMismatch, match="eval_step 256x32: .* package_digest: expected 000000000000"):
+    with pytest.raises(LockMismatch, match=r"eval_step 256x32: .* package_digest: expected 000000000000"):
         train_here(tiny, tmp_path / "out", lock=tmp_path / FILE_NAME)
 
 
@@ -75,24 +76,24 @@ def test_every_checkpoint_holds_the_lock_of_what_the_run_used(tiny: TinyRun, sto
         assert read_lock(folder / FILE_NAME) == expected
 
 
-def rewrite_lock(folder: Path, change: dict[str, object]) -> None:
-    """Give a checkpoint the lock of a run whose artifacts of `train_step` were otherwise."""
-    lock = {place: replace(entry, **change) for place, entry in read_lock(folder / FILE_NAME).items()}
-    lock = {place: replace(entry, key=entry.inputs.key()) for place, entry in lock.items()}
-    text = lock_text(lock).encode()
+def rewrite_lock(folder: Path, change: Callable[[LockedArtifact], LockedArtifact]) -> None:
+    """Give a checkpoint the lock of a run whose `train_step 128x16` was otherwise."""
+    lock = read_lock(folder / FILE_NAME)
+    place = next(place for place in lock if str(place[1]) == "128x16")
+    text = lock_text({**lock, place: change(lock[place])}).encode()
     (folder / FILE_NAME).write_bytes(text)
     state = json.loads((folder / checkpoint.STATE).read_text())
     state["files"][FILE_NAME] = {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
     (folder / checkpoint.STATE).write_text(json.dumps(state))
 
 
-def another_compiler(entry: LockedArtifact) -> dict[str, object]:
-    fingerprint = replace(entry.inputs.fingerprint, compiler="g++ 99")
-    return {"inputs": replace(entry.inputs, fingerprint=fingerprint)}
+def another_compiler(entry: LockedArtifact) -> LockedArtifact:
+    inputs = replace(entry.inputs, fingerprint=replace(entry.inputs.fingerprint, compiler="g++ 99"))
+    return replace(entry, inputs=inputs, key=inputs.key())
 
 
-def other_bytes(entry: LockedArtifact) -> dict[str, object]:
-    return {"package_digest": "0" * 64}
+def other_bytes(entry: LockedArtifact) -> LockedArtifact:
+    return replace(entry, package_digest="0" * 64)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +110,7 @@ def test_resume_refuses_other_artifacts_field_by_field(
     output = tmp_path / "out"
     shutil.copytree(stopped, output)
     last = checkpoint.folders(output)[-1]
-    entry = next(entry for place, entry in read_lock(last / FILE_NAME).items() if str(place[1]) == "128x16")
-    rewrite_lock(last, change(entry))
+    rewrite_lock(last, change)
     with pytest.raises(LockMismatch) as caught:
         train_here(tiny, output, *STOP, resume=True)
     assert f"cannot resume {last}, made with other artifacts" in caught.value.message

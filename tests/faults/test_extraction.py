@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
+from typing import TYPE_CHECKING
 
 from aot import private
 from aot.canary import child_environment
 from aot.private import process_folder, unpacking_in
+
+if TYPE_CHECKING:
+    import pytest
 
 HOLDER = """
 import sys, time
