@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PRIVATE_VARIABLE = "DFLASH_AOT_PRIVATE_DIR"
+LOCK_NAME = "held"
 
 _threads = threading.Lock()
 
@@ -90,7 +91,7 @@ def _make(live: Path) -> Path:
     # Between its making and its locking a folder looks like that of a dead process: nobody sweeps meanwhile.
     guard = _lock(live, wait=True)
     try:
-        for folder in live.iterdir():
+        for folder in live.glob("*-*"):
             _sweep(folder)
         path = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=live))
         _lock(path, wait=False)
@@ -110,7 +111,9 @@ def _sweep(folder: Path) -> None:
 
 
 def _lock(folder: Path, wait: bool) -> int:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    # A file of its own: not every file system locks folders.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(folder / LOCK_NAME, flags, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:
