@@ -59,15 +59,16 @@ def test_the_dead_are_swept_and_the_living_are_not_whatever_the_clock_says(tmp_p
 
 
 def test_a_folder_is_one_per_process_and_a_fork_has_its_own(tmp_path: Path) -> None:
-    """Fails without the process id in `_own`: the child's end would remove what its parent uses."""
+    """Fails without the process id in `_own` or in `_remove`: the child would share or remove its parent's."""
     mine = process_folder(tmp_path)
     assert process_folder(tmp_path) == mine
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(writer, str(process_folder(tmp_path)).encode())
-        for own in list(private._own.values()):
+        # What the end of this process would do, had it an ordinary one.
+        for own in private._own.values():
             private._remove(own)
+        os.write(writer, str(process_folder(tmp_path)).encode())
         os._exit(0)
     os.waitpid(child, 0)
     assert Path(os.read(reader, 1000).decode()) != mine
