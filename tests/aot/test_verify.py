@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aot import trace
+from aot.policy import Policy
 from aot.runtime import Fingerprints
 from aot.source import source_files
 from aot.verify import DEFAULT_LEVELS, Check, OutputError, RunSource, exit_code, verify_run, verify_store
@@ -194,6 +195,18 @@ def test_graph_traces_again_without_compiling_and_compares_hashes(toy_store: Sto
     assert other.status == "stale"
     assert other.differences[0].found == manifest.graph_hash[:12] != other.differences[0].expected
     assert not (tmp_path / "cache").exists()
+
+
+def test_numerics_executes_nothing_that_the_policy_refuses(
+    toy_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails without `check_trust` in `numerics_check`: looking at an artifact would be running it."""
+    monkeypatch.setattr("aot.verify.ask_child", lambda request: pytest.fail("it was executed"))
+    policy = Policy("signed", keys=tmp_path / "none")
+    needs, levels = [(PROGRAM, SMALL)], ("trust", "numerics")
+    checks = verify_run(toy_store, needs, levels, Fingerprints(), SOURCE, policy=policy)
+    assert [check.status for check in checks] == ["untrusted"] * 2
+    assert exit_code(checks) == 2
 
 
 def test_a_missing_artifact_is_not_checked_and_names_the_command(tmp_path: Path, toy_store: Store) -> None:

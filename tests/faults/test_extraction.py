@@ -59,7 +59,7 @@ def test_the_dead_are_swept_and_the_living_are_not_whatever_the_clock_says(tmp_p
 
 
 def test_a_folder_is_one_per_process_and_a_fork_has_its_own(tmp_path: Path) -> None:
-    """Fails without the process id in `_own` or in `_remove`: the child would share or remove its parent's."""
+    """Fails without the process id in `_own` or in `_remove`: a child would share or remove its parent's."""
     mine = process_folder(tmp_path)
     assert process_folder(tmp_path) == mine
     reader, writer = os.pipe()
