@@ -365,6 +365,12 @@ def _read_public_key(path: Path) -> PublicKey:
 
 
 def _make_private_folder(folder: Path) -> None:
-    for part in (folder.parent, folder):
-        part.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make_folder(folder)
     check_trusted_folder(folder)
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and those above it that are missing, each closed to others whatever the umask."""
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import random
 import stat
 from typing import TYPE_CHECKING
@@ -186,8 +187,6 @@ def test_the_keyring_is_private_whatever_the_umask(tmp_path: Path, umask_0: None
 
 @pytest.fixture
 def umask_0():
-    import os
-
     before = os.umask(0o000)
     yield
     os.umask(before)

@@ -148,7 +148,9 @@ def test_refuses_a_changed_source_file_by_name_without_a_traceback(tiny, tmp_pat
     result = dry_run(tiny, project, tmp_path)
     assert result.returncode == 1
     assert "dflash/drafter/model.py" in result.stderr
-    assert re.search(r"\n\nhint: `dflash-aot build \S+ --buckets 128x16,256x32", result.stderr), result.stderr
+    assert re.search(r"\n\nhint: `dflash-aot build \S+ --lock \S+ --buckets 128x16,256x32", result.stderr), (
+        result.stderr
+    )
     assert "Traceback" not in result.stderr
 
 
