@@ -24,7 +24,7 @@ from aot.errors import CorruptArtifact, MissingArtifact, StaleArtifact, UserErro
 from aot.fingerprint import Fingerprint
 from aot.lockfile import LockedArtifact, LockMismatch
 from aot.policy import Policy, check_trust
-from aot.private import private_folder, process_folder, unpacking_in
+from aot.private import PRIVATE_VARIABLE, private_folder, process_folder, unpacking_in
 from aot.store import Store, default_store_root
 from aot.trace import key_inputs
 from aot.trust import open_trusted
@@ -273,7 +273,8 @@ class LoadedArtifact:
         except RuntimeError as error:
             raise CorruptArtifact(
                 f"{prepared.name} does not load: {str(error).strip().splitlines()[0]}",
-                "`dflash-aot doctor` checks this machine, TMPDIR included",
+                f"it is unpacked in '{prepared.path.parent}', which needs space and must allow programs to run: "
+                f"`export {PRIVATE_VARIABLE}=FOLDER` names another place; `dflash-aot doctor` checks the rest",
             ) from error
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
