@@ -273,8 +273,8 @@ class LoadedArtifact:
         except RuntimeError as error:
             raise CorruptArtifact(
                 f"{prepared.name} does not load: {str(error).strip().splitlines()[0]}",
-                f"it is unpacked in '{prepared.path.parent}', which needs space and must allow programs to run: "
-                f"`export {PRIVATE_VARIABLE}=FOLDER` names another place; `dflash-aot doctor` checks the rest",
+                f"it was unpacked in '{prepared.path.parent}', which needs space and must allow execution: "
+                f"`export {PRIVATE_VARIABLE}=FOLDER` names another place, `dflash-aot doctor` looks further",
             ) from error
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
