@@ -49,15 +49,19 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def try_packages(
-    trials: Sequence[Trial], environment: Mapping[str, str] | None = None, timeout_s: float = 600.0
+    trials: Sequence[Trial],
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 600.0,
+    folder: Path | None = None,
 ) -> None:
     """Run every trial in one child; return when all passed.
 
-    `environment` adds variables for the child (e.g. OMP_NUM_THREADS). Raises CorruptArtifact naming the
-    package that failed or ran out of time, TrialCrashed if it crashed the child.
+    `environment` adds variables for the child (e.g. OMP_NUM_THREADS); it unpacks inside `folder`, by default
+    the temporary one. Raises CorruptArtifact naming the package that failed or ran out of time, TrialCrashed
+    if it crashed the child.
     """
     request = json.dumps([asdict(trial) for trial in trials])
-    with tempfile.TemporaryDirectory(prefix="dflash-aot-canary-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="dflash-aot-canary-", dir=folder) as scratch:
         # The loader unpacks into TMPDIR and a killed process leaves that behind: this folder goes with the
         # child.
         child = subprocess.Popen(

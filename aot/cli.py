@@ -13,9 +13,21 @@ from typing import TYPE_CHECKING
 
 import click
 
-from aot import console
-from aot.cli_store import STORE_COMMANDS, show_checks, store_option, summary
-from aot.console import CONTEXT, emit, emit_json, examples, json_option, run_argument, set_option
+from aot import cli_keys, cli_verify, console
+from aot.cli_store import STORE_COMMANDS, show_checks, summary
+from aot.console import (
+    CONTEXT,
+    buckets_option,
+    emit,
+    emit_json,
+    examples,
+    json_option,
+    lock_option,
+    programs_option,
+    run_argument,
+    set_option,
+    store_option,
+)
 from aot.errors import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_OK, ConfigError
 from aot.plan import Run, plan_rows
 
@@ -23,17 +35,6 @@ if TYPE_CHECKING:
     from aot.compile import BuildEvent
 
 SCHEMA = 1
-LEVEL_NAMES = ("bytes", "env", "source", "numerics")
-
-programs_option = click.option(
-    "--programs", "factory_name", envvar="DFLASH_AOT_PROGRAMS", show_envvar=True, metavar="NAME",
-    help="Entry point of group aot.programs, or module:function; not needed when only one is installed.",
-)  # fmt: skip
-buckets_option = click.option(
-    "--buckets", "buckets_text", metavar="LIST|auto",
-    help="TOKENSxANCHORS, comma-separated, or `auto`: quantiles of the data's micro-batches and the largest. "
-    "Without it, the run file's.",
-)  # fmt: skip
 
 
 @click.group(context_settings=CONTEXT)
@@ -173,6 +174,7 @@ def _or_dash(value: float | None) -> str:
     help="Build everything twice in clean processes, publish nothing, and compare the bytes.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be built, and build nothing.")
+@lock_option
 @json_option
 def build(
     run_file: str,
@@ -184,16 +186,19 @@ def build(
     target: str,
     check: bool,
     dry_run: bool,
+    lock_path: Path,
     as_json: bool,
 ) -> int:
-    """Compile what the store lacks for RUN.
+    """Compile what the store lacks for RUN, and write its lock file.
 
-    Each artifact in a process of its own. What is there already is checked, not compiled again.
+    Each artifact in a process of its own. What is there already is checked, not compiled again. The lock file
+    then names exactly the artifacts of RUN; with --buckets, entries of other buckets are kept.
     """
     if dry_run and (target or check):
         raise ConfigError("`--dry-run` lists what this machine lacks", "leave out `--target` and `--check`")
     from aot.compile import build as build_all
     from aot.compile import check as check_all
+    from aot.lockfile import update_lock
     from aot.store import Store
 
     run = Run.load(run_file, overrides, factory_name, buckets_text)
@@ -217,6 +222,7 @@ def build(
         results = build_all(
             requests, store, jobs or _default_jobs(), progress=lambda event: _show(steps, event)
         )
+    update_lock(lock_path, [result.manifest for result in results], whole=buckets_text is None)
     if as_json:
         built = [
             {**summary(result.manifest), "seconds": round(result.seconds, 2), "cached": result.cached}
@@ -246,73 +252,7 @@ def _show(steps: console.Steps, event: BuildEvent) -> None:
         steps.advance(f"{event.request} failed after {took}")
 
 
-@cli.command(
-    epilog=examples("dflash-aot verify", "dflash-aot verify smollm2-cpu --level bytes,env,source,numerics")
-)
-@click.argument("run_file", metavar="[RUN]", required=False)
-@set_option
-@click.option(
-    "--level", "levels", default="bytes,env,source", help="Comma-separated: bytes, env, source, numerics."
-)
-@click.option("--seed", default=0, help="Draws the inputs of `numerics`.")
-@buckets_option
-@store_option
-@programs_option
-@json_option
-def verify(
-    run_file: str | None,
-    overrides: tuple[str, ...],
-    levels: str,
-    seed: int,
-    buckets_text: str | None,
-    store_root: Path,
-    factory_name: str | None,
-    as_json: bool,
-) -> int:
-    """Check the artifacts of RUN, or of a store.
-
-    Exits with the sum of 1 corrupt + 2 untrusted + 4 could not check + 8 stale.
-    """
-    from aot.runtime import Fingerprints
-    from aot.store import Store
-    from aot.verify import RunSource, exit_code, verify_run, verify_store
-
-    chosen = _levels(levels)
-    store = Store(store_root)
-    if run_file is None:
-        if overrides or buckets_text:
-            raise ConfigError("`--set` and `--buckets` need a run", "e.g. `dflash-aot verify smollm2-cpu`")
-        checks = verify_store(store, chosen, Fingerprints())
-    else:
-        run = Run.load(run_file, overrides, factory_name, buckets_text)
-        source = RunSource(run.factory, run.run_file, run.overrides)
-        checks = verify_run(store, run.needs(), chosen, Fingerprints(), source, run=run.typed, seed=seed)
-    code = exit_code(checks)
-    if as_json:
-        emit_json({"schema": SCHEMA, "exit_code": code, "checks": [asdict(check) for check in checks]})
-        return code
-    if checks:
-        rows = [(check.artifact, check.level, check.status, check.detail) for check in checks]
-        emit(console.table(("artifact", "level", "status", "detail"), rows))
-    else:
-        console.note(f"'{store.root}' holds no artifacts")
-    for command in dict.fromkeys(check.command for check in checks if check.command and check.status != "ok"):
-        console.note(f"hint: {command}")
-    return code
-
-
-def _levels(text: str) -> tuple[str, ...]:
-    chosen = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    unknown = [level for level in chosen if level not in LEVEL_NAMES]
-    if unknown or not chosen:
-        raise ConfigError(
-            f"unknown level '{unknown[0]}'" if unknown else "no level named",
-            f"levels: {', '.join(LEVEL_NAMES)}",
-        )
-    return chosen
-
-
-for command in STORE_COMMANDS:
+for command in (*STORE_COMMANDS, cli_keys.keys, cli_keys.sign, cli_verify.verify):
     cli.add_command(command)
 
 

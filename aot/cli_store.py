@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aot import console
-from aot.console import emit, emit_json, examples, json_option
+from aot.console import emit, emit_json, examples, json_option, store_option
 from aot.errors import EXIT_FAILED, EXIT_OK, ConfigError
 
 if TYPE_CHECKING:
@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from aot.store import Store
 
 SCHEMA = 1
-
-store_option = click.option(
-    "--store", "store_root", envvar="DFLASH_AOT_STORE", show_envvar=True, default="artifacts/store",
-    type=click.Path(file_okay=False, path_type=Path), help="Folder of artifacts.",
-)  # fmt: skip
 
 
 @click.command(name="ls", epilog=examples("dflash-aot ls", "dflash-aot ls --json"))

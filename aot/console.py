@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -43,11 +44,38 @@ _MACHINE_FAULTS = frozenset(
     }
 )
 
+FILE = click.Path(dir_okay=False, path_type=Path)
+
 run_argument = click.argument("run_file", metavar="RUN")
 set_option = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one value of the run file."
 )
+store_option = click.option(
+    "--store", "store_root", envvar="DFLASH_AOT_STORE", show_envvar=True, default="artifacts/store",
+    type=click.Path(file_okay=False, path_type=Path), help="Folder of artifacts.",
+)  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON to stdout.")
+programs_option = click.option(
+    "--programs", "factory_name", envvar="DFLASH_AOT_PROGRAMS", show_envvar=True, metavar="NAME",
+    help="Entry point of group aot.programs, or module:function; not needed when only one is installed.",
+)  # fmt: skip
+lock_option = click.option(
+    "--lock", "lock_path", envvar="DFLASH_AOT_LOCK", show_envvar=True, default="artifacts.lock",
+    type=click.Path(dir_okay=False, path_type=Path), help="File that names the artifacts of the run.",
+)  # fmt: skip
+buckets_option = click.option(
+    "--buckets", "buckets_text", metavar="LIST|auto",
+    help="TOKENSxANCHORS, comma-separated, or `auto`: quantiles of the data's micro-batches and the largest. "
+    "Without it, the run file's.",
+)  # fmt: skip
+policy_option = click.option(
+    "--policy", "policy_name", envvar="DFLASH_AOT_POLICY", show_envvar=True, metavar="NAME", default="local",
+    help="Whom to trust: `local` (own builds) or `signed`. What came from a remote must always be signed.",
+)  # fmt: skip
+allow_unsigned_option = click.option(
+    "--allow-unsigned", multiple=True, metavar="KEY",
+    help="Under policy `signed`, let through one artifact that was built here, by the start of its key.",
+)  # fmt: skip
 
 
 def examples(*lines: str) -> str:

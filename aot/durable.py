@@ -4,15 +4,16 @@ Every step is one call of `os`, so that tests can fail, kill or replay each of t
 """
 
 import os
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
 CHUNK = 1 << 20
 
 
-def write_synced(path: Path, content: bytes) -> None:
+def write_synced(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Write a new file; its content is on the disk when this returns, its name may not be."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         rest = memoryview(content)
         while rest:
@@ -34,6 +35,18 @@ def give_name(temporary: Path, target: Path) -> None:
     except FileExistsError:
         os.replace(temporary, target)  # noqa: PTH105
     sync_folder(target.parent)
+
+
+def replace_file(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Write `content` to `path`, replacing what is there. Raises OSError, and then nothing has changed."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        write_synced(temporary, content, mode)
+        os.replace(temporary, path)  # noqa: PTH105
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
 
 
 def make_folders(folder: Path) -> None:

@@ -1,9 +1,10 @@
 """From a store to callable artifacts, without a compiler and without trusting a byte.
 
-`resolve` finds the artifact that was built from equal inputs; `prepare` verifies every artifact of a run
-(path, owner, mode, size, digests, archive members), writes private digest-named copies and tries each new
-one in a child process; `PreparedArtifact.load` makes a `LoadedArtifact`, which belongs to one thread and
-checks every input of every call. Nothing here imports torch's compilers.
+`resolve` finds the artifact that was built from equal inputs and that the run's lock names; `prepare`
+verifies every artifact of a run (path, owner, mode, signature, size, digests, archive members), writes
+private digest-named copies and tries each new one in a child process; `PreparedArtifact.load` makes a
+`LoadedArtifact`, which belongs to one thread and checks every input of every call. Nothing here imports
+torch's compilers.
 """
 
 from __future__ import annotations
@@ -12,38 +13,33 @@ import contextlib
 import hashlib
 import os
 import platform
-import tempfile
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aot.archive import MODEL_NAME, check_archive
 from aot.calls import CallCheck, InputMismatch
 from aot.canary import CHECK_INPUTS_VARIABLE, Trial, try_packages
-from aot.errors import (
-    CorruptArtifact,
-    MissingArtifact,
-    StaleArtifact,
-    TrialCrashed,
-    UntrustedArtifact,
-    UserError,
-)
+from aot.errors import CorruptArtifact, MissingArtifact, StaleArtifact, TrialCrashed, UserError
 from aot.fingerprint import Fingerprint
+from aot.lockfile import LockedArtifact, LockMismatch
+from aot.policy import Policy, check_trust
+from aot.private import PRIVATE_VARIABLE, private_folder, process_folder, unpacking_in
 from aot.store import Store, default_store_root
 from aot.trace import key_inputs
-from aot.trust import check_trusted_folder, open_trusted
+from aot.trust import open_trusted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     import torch
 
     from aot.buckets import Bucket
+    from aot.lockfile import Lock
     from aot.manifest import Difference, Manifest
     from aot.program import CallSpec, Program
 
-PRIVATE_VARIABLE = "DFLASH_AOT_PRIVATE_DIR"
 MAX_SHOWN_DIFFERENCES = 6
 
 Need = tuple["Program", "Bucket"]
@@ -56,12 +52,18 @@ def build_command(run: str, buckets: Sequence[Bucket], store: Store) -> str:
 
 
 def resolve(
-    store: Store, program: Program, bucket: Bucket, fingerprint: Fingerprint, run: str = "RUN"
+    store: Store,
+    program: Program,
+    bucket: Bucket,
+    fingerprint: Fingerprint,
+    run: str = "RUN",
+    lock: Lock | None = None,
 ) -> Manifest:
     """Return the manifest of the artifact whose inputs equal the program's here and now.
 
-    Raises MissingArtifact if the store has none for the program and bucket, StaleArtifact naming each field
-    that differs from the nearest one.
+    With a lock, that artifact and no other of equal inputs. Raises MissingArtifact if the store has none for
+    the program and bucket, StaleArtifact naming each field that differs from the nearest one, LockMismatch
+    naming what differs from the locked one.
     """
     hint = f"`{build_command(run, [bucket], store)}`"
     with _rebuilt_by(hint):
@@ -81,6 +83,21 @@ def resolve(
     differences, nearest = ranked[0]
     if differences:
         raise StaleArtifact(f"{program.name} {bucket}: the artifact is stale: {shown(differences)}", hint)
+    if lock is None:
+        return nearest
+    return _locked([manifest for found, manifest in ranked if not found], lock, hint)
+
+
+def _locked(usable: Sequence[Manifest], lock: Lock, hint: str) -> Manifest:
+    """Return the one that the lock names among artifacts of one program and bucket, or raise LockMismatch."""
+    name = f"{usable[0].program} {usable[0].bucket}"
+    entry = lock.get((usable[0].program, usable[0].bucket))
+    if entry is None:
+        raise LockMismatch(f"{name}: the lock file does not name it", hint)
+    nearest = min(usable, key=lambda manifest: manifest.key != entry.key)
+    differences = entry.differences(LockedArtifact.of(nearest))
+    if differences:
+        raise LockMismatch(f"{name}: not the artifact that the lock file names: {shown(differences)}", hint)
     return nearest
 
 
@@ -101,17 +118,23 @@ def shown(differences: Sequence[Difference]) -> str:
 
 
 def resolve_all(
-    store: Store, needs: Sequence[Need], fingerprints: Callable[[str], Fingerprint], run: str = "RUN"
+    store: Store,
+    needs: Sequence[Need],
+    fingerprints: Callable[[str], Fingerprint],
+    run: str = "RUN",
+    lock: Lock | None = None,
 ) -> dict[tuple[str, Bucket], Manifest]:
-    """Resolve every need, or raise one error that names what is missing or stale and the command to run."""
+    """Resolve every need, or raise one error that names what is missing, stale or not as locked, and the
+    command to run.
+    """
     found: dict[tuple[str, Bucket], Manifest] = {}
     failures: list[tuple[Bucket, UserError]] = []
     for program, bucket in needs:
         try:
             found[program.name, bucket] = resolve(
-                store, program, bucket, fingerprints(program.device_type), run
+                store, program, bucket, fingerprints(program.device_type), run, lock
             )
-        except (MissingArtifact, StaleArtifact) as error:
+        except (MissingArtifact, StaleArtifact, LockMismatch) as error:
             failures.append((bucket, error))
     if len(failures) == 1:
         raise failures[0][1]
@@ -137,23 +160,6 @@ class Fingerprints:
         return self._known[device_type]
 
 
-def private_folder(path: Path | None = None) -> Path:
-    """The folder of this user's verified copies; UntrustedArtifact if anybody else may write there.
-
-    `path`, else DFLASH_AOT_PRIVATE_DIR, else `dflash-aot-UID` in the temporary folder.
-    """
-    if path is None:
-        named = os.environ.get(PRIVATE_VARIABLE)
-        path = Path(named) if named else Path(tempfile.gettempdir(), f"dflash-aot-{os.getuid()}")
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    try:
-        check_trusted_folder(path)
-    except UntrustedArtifact as error:
-        hint = f"name a folder of your own: `export {PRIVATE_VARIABLE}=...`"
-        raise UntrustedArtifact(error.message, hint) from None
-    return path
-
-
 def prepare(
     store: Store,
     needs: Sequence[Need],
@@ -161,32 +167,39 @@ def prepare(
     run: str = "RUN",
     device: str | None = None,
     folder: Path | None = None,
+    policy: Policy | None = None,
+    lock: Lock | None = None,
 ) -> dict[tuple[str, Bucket], PreparedArtifact]:
     """Verify every artifact that a run needs and return them by (program name, bucket), ready to load.
 
     `device` is where CUDA packages are tried (default: the current device); each package is tried once per
-    machine. Raises MissingArtifact or StaleArtifact for what is not there, CorruptArtifact or
+    machine. `policy` is by default the environment's; without a lock any artifact of equal inputs will do.
+    Raises MissingArtifact, StaleArtifact or LockMismatch for what is not there, CorruptArtifact or
     UntrustedArtifact for what is not as published; nothing has been loaded into this process by then.
     """
     os.environ[CHECK_INPUTS_VARIABLE] = "1"
     fingerprints = Fingerprints()
-    manifests = resolve_all(store, needs, fingerprints, run)
+    policy = policy or Policy.of()
+    manifests = resolve_all(store, needs, fingerprints, run, lock)
+    for manifest in manifests.values():
+        check_trust(store, manifest, policy)
     private = private_folder(folder)
+    own = process_folder(private)
     prepared: dict[tuple[str, Bucket], PreparedArtifact] = {}
     untried: dict[Path, Trial] = {}
     for program, bucket in needs:
         manifest = manifests[program.name, bucket]
         with _rebuilt_by(f"`{build_command(run, [bucket], store)}`"):
-            path = private_copy(store, manifest, private)
+            path = private_copy(store, manifest, own)
         artifact = PreparedArtifact(program.name, bucket, program.call_spec(bucket), manifest, path)
         prepared[program.name, bucket] = artifact
-        marker = _marker(artifact.path, fingerprints(program.device_type))
+        marker = private / _marker(manifest, fingerprints(program.device_type))
         if not marker.exists():
             where = device if device and device.startswith(program.device_type) else program.device_type
             untried[marker] = Trial(artifact.name, str(artifact.path), artifact.call_spec, where)
     if untried:
         try:
-            try_packages(list(untried.values()))
+            try_packages(list(untried.values()), folder=own)
         except TrialCrashed as crash:
             raise _quarantined(store, crash, prepared.values()) from None
         for marker in untried:
@@ -203,39 +216,35 @@ def _quarantined(store: Store, crash: TrialCrashed, prepared: Iterable[PreparedA
     return TrialCrashed(f"{crash.message}; its manifest now lies in '{aside}'", crash.hint, crash.trial)
 
 
-def _marker(path: Path, fingerprint: Fingerprint) -> Path:
-    """The file that says: this package has run on this machine, in this environment."""
+def _marker(manifest: Manifest, fingerprint: Fingerprint) -> str:
+    """The name of the file that says: this package has run on this machine, in this environment."""
     machine = hashlib.sha256(f"{platform.node()} {fingerprint}".encode()).hexdigest()[:16]
-    return path.with_suffix(f".{machine}.tried")
+    return f"{manifest.package_digest}.{machine}.tried"
 
 
-def private_copy(store: Store, manifest: Manifest, private: Path) -> Path:
-    """Verify the stored package and return a private copy of the verified bytes, named by their digest.
+def private_copy(store: Store, manifest: Manifest, folder: Path) -> Path:
+    """Verify the stored package and return a copy of the verified bytes in `folder`, named by their digest.
 
     A copy that is there already is used if its bytes are right, and replaced otherwise. The store is
     verified each time: a run never starts from a store that has gone bad.
     """
     package = store.read_package(manifest)
     check_archive(package, str(manifest))
-    path = private / f"{manifest.package_digest}.pt2"
+    path = folder / f"{manifest.package_digest}.pt2"
     if path.exists():
         with open_trusted(path) as file:
             if file.read() == package:
                 return path
-    descriptor, temporary = tempfile.mkstemp(dir=private)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(package)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    # Aside first: a copy that is mapped into this process must never change in place.
+    temporary = path.with_suffix(".new")
+    temporary.write_bytes(package)
+    temporary.replace(path)
     return path
 
 
 @dataclass(frozen=True)
 class PreparedArtifact:
-    """A verified, tried package on this machine. `path` lies in a folder that only this user can write."""
+    """A verified, tried package on this machine. `path` lies in a folder of this process alone."""
 
     program: str
     bucket: Bucket
@@ -274,14 +283,15 @@ class LoadedArtifact:
         os.environ[CHECK_INPUTS_VARIABLE] = "1"
         try:
             # The constructor sets the current device and leaves it set; the guard puts it back.
-            with self._guard():
+            with self._guard(), unpacking_in(prepared.path.parent):
                 self._loader = torch._C._aoti.AOTIModelPackageLoader(
                     str(prepared.path), MODEL_NAME, True, 1, device.index if device.type == "cuda" else -1
                 )
         except RuntimeError as error:
             raise CorruptArtifact(
                 f"{prepared.name} does not load: {str(error).strip().splitlines()[0]}",
-                "`dflash-aot doctor` checks this machine, TMPDIR included",
+                f"it was unpacked in '{prepared.path.parent}', which needs space and must allow execution: "
+                f"`export {PRIVATE_VARIABLE}=FOLDER` names another place, `dflash-aot doctor` looks further",
             ) from error
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

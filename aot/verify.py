@@ -1,77 +1,55 @@
 """Asks of each artifact, level by level: may it be used here, and if not, what differs and what to run.
 
     bytes     path, owner, mode, sizes, digests, archive members
+    trust     on whose word it may be executed here: its signatures, where it came from, the policy
     env       the machine and torch build it was made for, against this one
     source    the modules, shapes and compile options it was made from, against those of now
+    graph     the graph it was compiled from, against one traced now without compiling, in a child process
     numerics  its outputs on fresh inputs against the program's float64 twin, in a child process
+    lock      (with a lock file) whether it is the artifact that the lock names
 
 Exit code: the sum of 1 corrupt + 2 untrusted + 4 could not check + 8 stale.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from aot.archive import MODEL_NAME, check_archive
-from aot.buckets import Bucket
-from aot.canary import child_environment
+from aot.archive import check_archive
 from aot.errors import CorruptArtifact, EnvironmentFault, UntrustedArtifact, UserError
+from aot.lockfile import LockedArtifact
 from aot.manifest import Difference
-from aot.runtime import build_command, private_copy, private_folder, shown
+from aot.policy import Policy, check_trust
+from aot.private import private_folder, process_folder
+from aot.recheck import ChildRequest, OutputError, RunSource, ask_child
+from aot.runtime import build_command, private_copy, shown
 from aot.source import source_files
 from aot.trace import key_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    import torch
-
     from aot.fingerprint import Fingerprint
+    from aot.lockfile import Lock
     from aot.manifest import Manifest
     from aot.program import Program
     from aot.runtime import Need
     from aot.store import Store
 
-LEVELS = ("bytes", "env", "source", "numerics")
-DEFAULT_LEVELS = ("bytes", "env", "source")
+LEVELS = ("bytes", "trust", "env", "source", "graph", "numerics")
+DEFAULT_LEVELS = ("bytes", "trust", "env", "source")
+NEEDS_RUN = "needs a run: `dflash-aot verify RUN`"
 Status = Literal["ok", "corrupt", "untrusted", "unchecked", "stale"]
 EXIT_BITS: dict[Status, int] = {"ok": 0, "corrupt": 1, "untrusted": 2, "unchecked": 4, "stale": 8}
-
-#: Relative error allowed of each output, by the lowest precision among a program's inputs: TWIN_FACTOR times
-#: what the eager twin itself is off from float64, but no less than the first number, no more than the second.
-#: Discrete outputs are held to the second.
-TOLERANCE = {
-    "float64": (1e-12, 1e-9),
-    "float32": (1e-5, 1e-2),
-    "float16": (1e-2, 1e-1),
-    "bfloat16": (3e-2, 3e-1),
-}
-TWIN_FACTOR = 1.5
-
-
-@dataclass(frozen=True)
-class OutputError:
-    """Relative errors `|a-b|/|b|` of one output against float64: the package's, and its eager twin's."""
-
-    name: str
-    error: float
-    twin_error: float
-    tolerance: float
-
-    @property
-    def ok(self) -> bool:
-        # Written so that NaN fails.
-        return self.error <= self.tolerance
 
 
 @dataclass(frozen=True)
 class Check:
-    """One level of one artifact. `command` mends it; `outputs` are the errors that `numerics` measured."""
+    """One level of one artifact. `command` mends it, `outputs` are the errors that `numerics` measured and
+    `differences` what makes it stale.
+    """
 
     artifact: str
     level: str
@@ -79,15 +57,7 @@ class Check:
     detail: str = ""
     command: str | None = None
     outputs: tuple[OutputError, ...] = ()
-
-
-@dataclass(frozen=True)
-class RunSource:
-    """Where programs come from, so that a child process can make them again."""
-
-    factory: str
-    run_file: str
-    overrides: tuple[str, ...]
+    differences: tuple[Difference, ...] = ()
 
 
 def exit_code(checks: Sequence[Check]) -> int:
@@ -99,26 +69,69 @@ def exit_code(checks: Sequence[Check]) -> int:
 
 
 def verify_store(
-    store: Store, levels: Sequence[str], fingerprints: Callable[[str], Fingerprint]
+    store: Store,
+    levels: Sequence[str],
+    fingerprints: Callable[[str], Fingerprint],
+    policy: Policy | None = None,
 ) -> list[Check]:
-    """Check every artifact of a store. `numerics` cannot be checked without a run that makes the program."""
+    """Check every artifact of a store. `graph` and `numerics` need a run that makes the program."""
+    policy = policy or Policy.of()
     checks = []
     for path in store.manifest_paths():
         manifest, bad = _manifest(store, path)
         if manifest is None:
             checks.append(bad)
-            continue
-        session = _Session(store, manifest, f"`{build_command('RUN', [manifest.bucket], store)}`")
-        for level in levels:
-            if level == "bytes":
-                checks.append(session.bytes_check())
-            elif level == "env":
-                checks.append(session.stale_check("env", _environment(manifest, fingerprints)))
-            elif level == "source":
-                checks.append(session.stale_check("source", lambda m=manifest: _changed_sources(m)))
-            else:
-                checks.append(session.check(level, "unchecked", "needs a run: `dflash-aot verify RUN`"))
+        else:
+            checks += _stored_checks(store, manifest, levels, fingerprints, policy)
     return checks
+
+
+def verify_lock(
+    store: Store,
+    lock: Lock,
+    levels: Sequence[str],
+    fingerprints: Callable[[str], Fingerprint],
+    policy: Policy | None = None,
+    run: str = "RUN",
+) -> list[Check]:
+    """Check the artifacts that a lock file names, and that they are those. An absent one is not checked."""
+    policy = policy or Policy.of()
+    checks = []
+    for (program, bucket), entry in sorted(lock.items(), key=lambda pair: pair[0]):
+        command = f"`{build_command(run, [bucket], store)}`"
+        path = store.manifest_path(program, bucket, entry.key)
+        name = f"{program} {bucket} ({entry.key[:12]})"
+        if not path.exists():
+            checks.append(Check(name, "lock", "unchecked", "the store does not have it", command))
+            continue
+        manifest, bad = _manifest(store, path, command)
+        if manifest is None:
+            checks.append(bad)
+            continue
+        checks.append(_Session(store, manifest, command, policy).lock_check(lock))
+        checks += _stored_checks(store, manifest, levels, fingerprints, policy)
+    return checks
+
+
+def _stored_checks(
+    store: Store,
+    manifest: Manifest,
+    levels: Sequence[str],
+    fingerprints: Callable[[str], Fingerprint],
+    policy: Policy,
+) -> list[Check]:
+    """The levels that need no run."""
+    command = f"`{build_command('RUN', [manifest.bucket], store)}`"
+    session = _Session(store, manifest, command, policy)
+    known = {
+        "bytes": session.bytes_check,
+        "trust": session.trust_check,
+        "env": lambda: session.stale_check("env", _environment(manifest, fingerprints)),
+        "source": lambda: session.stale_check("source", lambda: _changed_sources(manifest)),
+    }
+    return [
+        known[level]() if level in known else session.check(level, "unchecked", NEEDS_RUN) for level in levels
+    ]
 
 
 def verify_run(
@@ -130,11 +143,14 @@ def verify_run(
     *,
     run: str = "RUN",
     seed: int = 0,
+    policy: Policy | None = None,
+    lock: Lock | None = None,
 ) -> list[Check]:
     """Check the artifacts that a run would use: for each program and bucket the nearest one in the store.
 
     A missing artifact counts as not checked. `seed` draws the inputs of `numerics`.
     """
+    policy = policy or Policy.of()
     checks = []
     command = f"`{build_command(run, [bucket for _, bucket in needs], store)}`"
     for program, bucket in needs:
@@ -155,22 +171,20 @@ def verify_run(
             if not unreadable:
                 checks.append(Check(f"{program.name} {bucket}", "bytes", "unchecked", "no artifact", command))
             continue
-        differences, manifest = min(candidates, key=lambda pair: (len(pair[0]), pair[1].key))
-        session = _Session(store, manifest, command)
-        environment = [item for item in differences if item.field.startswith("fingerprint.")]
-        for level in levels:
-            if level == "bytes":
-                checks.append(session.bytes_check())
-            elif level == "env":
-                checks.append(session.stale_check("env", lambda found=environment: found))
-            elif level == "source":
-                rest = [item for item in differences if item not in environment]
-                checks.append(session.stale_check("source", lambda found=rest: found))
-            elif differences:
-                checks.append(session.check(level, "unchecked", "stale artifacts are not run"))
-            else:
-                checks.append(session.numerics_check(program, source, seed))
+        locked = lock.get((program.name, bucket)) if lock else None
+        differences, manifest = min(candidates, key=lambda pair: _rank(*pair, locked))
+        session = _Session(store, manifest, command, policy)
+        if lock is not None:
+            checks.append(session.lock_check(lock))
+        checks += session.run_checks(levels, differences, program, source, seed)
     return checks
+
+
+def _rank(
+    differences: Sequence[Difference], manifest: Manifest, locked: LockedArtifact | None
+) -> tuple[int, bool, str]:
+    """Sorts first what a run takes: the fewest differences, then the locked one."""
+    return len(differences), locked is None or manifest.key != locked.key, manifest.key
 
 
 def _manifest(store: Store, path: Path, command: str | None = None) -> tuple[Manifest | None, Check]:
@@ -231,125 +245,105 @@ class _Session:
     store: Store
     manifest: Manifest
     command: str
+    policy: Policy
 
-    def check(
-        self, level: str, status: Status, detail: str = "", outputs: tuple[OutputError, ...] = ()
-    ) -> Check:
+    def check(self, level: str, status: Status, detail: str = "", **more: Any) -> Check:
         command = self.command if status in ("corrupt", "stale") else None
-        return Check(str(self.manifest), level, status, detail, command, outputs)
+        return Check(str(self.manifest), level, status, detail, **{"command": command, **more})
+
+    def failed(self, level: str, error: Exception) -> Check:
+        """What an error says about an artifact; only a build mends bytes, an owner is changed otherwise."""
+        status = _status(error)
+        hint = error.hint if isinstance(error, UserError) and status != "corrupt" else self.command
+        return self.check(level, status, _message(error), command=hint)
+
+    def run_checks(
+        self,
+        levels: Sequence[str],
+        differences: Sequence[Difference],
+        program: Program,
+        source: RunSource,
+        seed: int,
+    ) -> list[Check]:
+        """All levels, for a program whose inputs differ so from the artifact's."""
+        environment = [item for item in differences if item.field.startswith("fingerprint.")]
+        rest = [item for item in differences if item not in environment]
+
+        def numerics() -> Check:
+            if differences:
+                return self.check("numerics", "unchecked", "stale artifacts are not run")
+            return self.numerics_check(program, source, seed)
+
+        known = {
+            "bytes": self.bytes_check,
+            "trust": self.trust_check,
+            "env": lambda: self.stale_check("env", lambda: environment),
+            "source": lambda: self.stale_check("source", lambda: rest),
+            "graph": lambda: self.graph_check(program, source),
+            "numerics": numerics,
+        }
+        return [known[level]() for level in levels]
 
     def bytes_check(self) -> Check:
         try:
             check_archive(self.store.read_package(self.manifest), str(self.manifest))
         except (UserError, OSError) as error:
-            return self.check("bytes", _status(error), _message(error))
+            return self.failed("bytes", error)
         return self.check("bytes", "ok")
+
+    def trust_check(self) -> Check:
+        try:
+            return self.check("trust", "ok", check_trust(self.store, self.manifest, self.policy))
+        except (UserError, OSError) as error:
+            return self.failed("trust", error)
+
+    def lock_check(self, lock: Lock) -> Check:
+        entry = lock.get((self.manifest.program, self.manifest.bucket))
+        if entry is None:
+            return self.check("lock", "stale", "the lock file does not name it")
+        return self.stale_check("lock", lambda: entry.differences(LockedArtifact.of(self.manifest)))
 
     def stale_check(self, level: str, differences: Callable[[], list[Difference]]) -> Check:
         try:
             found = differences()
         except UserError as error:
             return self.check(level, "unchecked", error.message)
-        return self.check(level, "stale" if found else "ok", shown(found))
+        return self.check(level, "stale" if found else "ok", shown(found), differences=tuple(found))
+
+    def graph_check(self, program: Program, source: RunSource) -> Check:
+        request = ChildRequest("graph", source, program.name, str(self.manifest.bucket))
+        answer, failure = ask_child(request)
+        if failure:
+            return self.check("graph", "unchecked", failure)
+        recorded = self.manifest.graph_hash
+        same = answer == recorded
+        differences = [] if same else [Difference("graph_hash", str(answer)[:12], recorded[:12])]
+        return self.stale_check("graph", lambda: differences)
 
     def numerics_check(self, program: Program, source: RunSource, seed: int) -> Check:
         try:
-            path = private_copy(self.store, self.manifest, private_folder())
+            folder = process_folder(private_folder())
+            # Level `numerics` executes the package: never what the policy refuses.
+            check_trust(self.store, self.manifest, self.policy)
+            path = private_copy(self.store, self.manifest, folder)
         except (UserError, OSError) as error:
-            return self.check("numerics", _status(error), _message(error))
-        request = NumericsRequest(source, program.name, str(self.manifest.bucket), str(path), seed)
-        outputs, failure = measure_in_child(request)
+            return self.failed("numerics", error)
+        request = ChildRequest(
+            "numerics",
+            source,
+            program.name,
+            str(self.manifest.bucket),
+            str(path),
+            seed,
+            {"TMPDIR": str(folder)},
+        )
+        answer, failure = ask_child(request)
         if failure:
             return self.check("numerics", "unchecked", failure)
+        outputs = tuple(OutputError(**record) for record in answer)
         wrong = [output for output in outputs if not output.ok]
         detail = "; ".join(f"{output.name}: {output.error:.1e} > {output.tolerance:.1e}" for output in wrong)
         if not wrong:
             worst = max(outputs, key=lambda output: output.error / output.tolerance)
             detail = f"worst {worst.name}: {worst.error:.1e} (eager {worst.twin_error:.1e})"
-        return self.check("numerics", "corrupt" if wrong else "ok", detail, tuple(outputs))
-
-
-@dataclass(frozen=True)
-class NumericsRequest:
-    """What the child needs: the program, the verified package, the seed of the inputs."""
-
-    source: RunSource
-    program: str
-    bucket: str
-    package: str
-    seed: int
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-
-def measure_in_child(
-    request: NumericsRequest, timeout_s: float = 3600.0
-) -> tuple[list[OutputError], str | None]:
-    """Return the errors of every output by name, or why they could not be measured."""
-    try:
-        child = subprocess.run(
-            [sys.executable, "-m", "aot.verify"],
-            input=json.dumps(asdict(request)),
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            env=child_environment(request.environment),
-        )
-    except subprocess.TimeoutExpired:
-        return [], f"no answer within {timeout_s:.0f} s"
-    if child.returncode:
-        last = child.stderr.strip().splitlines()[-1:] or ["no message"]
-        return [], f"the child process ended with code {child.returncode}: {last[0]}"
-    return [OutputError(**record) for record in json.loads(child.stdout.splitlines()[-1])], None
-
-
-def measure(program: Program, bucket: Bucket, package: str, seed: int) -> list[OutputError]:
-    """Run the package, the program's own function eagerly, and the float64 twin on the same fresh inputs.
-
-    Inputs are drawn again for each of them, because a program may add into its accumulators.
-    """
-    import torch
-
-    device = torch.device(program.device_type, 0) if program.device_type == "cuda" else torch.device("cpu")
-
-    def inputs() -> tuple[torch.Tensor, ...]:
-        return program.example_inputs(bucket, seed, device)
-
-    loader = torch._C._aoti.AOTIModelPackageLoader(
-        package, MODEL_NAME, True, 1, 0 if device.index == 0 else -1
-    )
-    with torch.no_grad():
-        compiled = [tensor.double().cpu() for tensor in loader.run(list(inputs()))]
-    twin = [tensor.double().cpu() for tensor in program.function(bucket)(*inputs())]
-    exact = [tensor.double().cpu() for tensor in program.reference(bucket, inputs())]
-    spec = program.call_spec(bucket)
-    floor, ceiling = max(TOLERANCE.get(tensor.dtype, (0.0, 0.0)) for tensor in spec.inputs)
-    errors = []
-    for name, ours, eager, reference in zip(spec.output_names, compiled, twin, exact, strict=True):
-        twin_error = relative_error(eager, reference)
-        tolerance = min(max(floor, TWIN_FACTOR * twin_error), ceiling)
-        if name in program.discrete_outputs:
-            tolerance = ceiling
-        errors.append(OutputError(name, relative_error(ours, reference), twin_error, tolerance))
-    return errors
-
-
-def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
-    """`|a-b|/|b|` over all elements; the absolute error where the reference is all zero."""
-    return float((ours - reference).norm()) / (float(reference.norm()) or 1.0)
-
-
-def main() -> None:
-    """Answer one NumericsRequest from stdin with one line of JSON."""
-    from aot.compile import BuildRequest, load_program
-
-    record: dict[str, Any] = json.load(sys.stdin)
-    source = record["source"]
-    request = BuildRequest(
-        source["factory"], source["run_file"], tuple(source["overrides"]), record["program"], record["bucket"]
-    )
-    errors = measure(load_program(request), Bucket.parse(record["bucket"]), record["package"], record["seed"])
-    print(json.dumps([asdict(error) for error in errors]))
-
-
-if __name__ == "__main__":
-    main()
+        return self.check("numerics", "corrupt" if wrong else "ok", detail, outputs=outputs)

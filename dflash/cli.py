@@ -16,7 +16,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aot import console
-from aot.console import CONTEXT, emit, emit_json, examples, json_option, run_argument, set_option
+from aot.console import (
+    CONTEXT,
+    allow_unsigned_option,
+    emit,
+    emit_json,
+    examples,
+    json_option,
+    lock_option,
+    policy_option,
+    run_argument,
+    set_option,
+    store_option,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,11 +40,6 @@ LIST = "DEVICE,..."
 VARIABLES = (
     "Every key of the run file is also a variable, e.g. DFLASH_TRAIN__LR=3e-4 for train.lr; flags win."
 )
-
-store_option = click.option(
-    "--store", "store_root", envvar="DFLASH_AOT_STORE", show_envvar=True, default="artifacts/store",
-    type=click.Path(file_okay=False, path_type=Path), help="Folder of artifacts.",
-)  # fmt: skip
 
 
 def key_option(flag: str, key: str, help_text: str, **settings: Any) -> Any:
@@ -66,9 +73,12 @@ def flag_texts(flags: Mapping[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in given.items()]
 
 
-def typed_run(run_file: str, overrides: Sequence[str]) -> str:
-    """The run and its `--set` flags as they would be typed again."""
-    return " ".join([shlex.quote(run_file), *(f"--set {shlex.quote(text)}" for text in overrides)])
+def typed_run(run_file: str, overrides: Sequence[str], lock_path: Path | None = None) -> str:
+    """The run, its `--set` flags and its lock file as they would be typed again."""
+    words = [run_file, *(word for text in overrides for word in ("--set", text))]
+    if lock_path is not None and lock_path != Path("artifacts.lock"):
+        words += ["--lock", str(lock_path)]
+    return shlex.join(words)
 
 
 @cli.command(
@@ -142,6 +152,9 @@ def prepare(
 @run_argument
 @set_option
 @store_option
+@lock_option
+@policy_option
+@allow_unsigned_option
 @target_devices_option
 @drafter_devices_option
 @output_option
@@ -153,6 +166,9 @@ def train(
     run_file: str,
     overrides: tuple[str, ...],
     store_root: Path,
+    lock_path: Path,
+    policy_name: str,
+    allow_unsigned: tuple[str, ...],
     target_devices: str | None,
     drafter_devices: str | None,
     output: str | None,
@@ -163,7 +179,8 @@ def train(
 ) -> int:
     """Train the drafter of RUN (a run file or a recipe).
 
-    Refuses to start unless every compiled step that the run can need is in the store, verified. SIGTERM and
+    Refuses to start unless every compiled step that the run can need is in the store, verified, and named by
+    the lock file. SIGTERM and
     Ctrl-C stop at the next step boundary with a checkpoint and exit code 75; a second one stops at once.
     """
     config = configured(
@@ -176,10 +193,12 @@ def train(
             "train.max_steps": max_steps,
         },
     )
+    from aot.policy import Policy
     from aot.store import Store
     from dflash.train.session import Invocation
 
-    invocation = Invocation(typed_run(run_file, overrides), tuple(sys.argv))
+    policy = Policy(policy_name, allow_unsigned)
+    invocation = Invocation(typed_run(run_file, overrides, lock_path), tuple(sys.argv), lock_path, policy)
     if dry_run:
         from dflash.train.session import dry_run_report
 
@@ -213,6 +232,8 @@ def train(
 @run_argument
 @set_option
 @store_option
+@policy_option
+@allow_unsigned_option
 @target_devices_option
 @drafter_devices_option
 @output_option
@@ -235,6 +256,8 @@ def evaluate(
     run_file: str,
     overrides: tuple[str, ...],
     store_root: Path,
+    policy_name: str,
+    allow_unsigned: tuple[str, ...],
     target_devices: str | None,
     drafter_devices: str | None,
     output: str | None,
@@ -262,12 +285,14 @@ def evaluate(
     )
     if checkpoint is not None and untrained:
         raise click.UsageError("--checkpoint and --untrained exclude each other")
+    from aot.policy import Policy
     from aot.store import Store
     from dflash.evaluate.command import EvaluationOptions, evaluate_run, table_text
     from dflash.train.session import Invocation
 
     options = EvaluationOptions(checkpoint, untrained, shuffle_features, unigram, prompts, max_new_tokens)
-    invocation = Invocation(typed_run(run_file, overrides), tuple(sys.argv))
+    policy = Policy(policy_name, allow_unsigned)
+    invocation = Invocation(typed_run(run_file, overrides), tuple(sys.argv), policy=policy)
     report = evaluate_run(config, Store(store_root), invocation, options)
     if as_json:
         emit_json({"schema": SCHEMA, **report})

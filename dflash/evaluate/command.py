@@ -73,7 +73,7 @@ def evaluate_run(
     batches = held_out_batches(config, held_out)
     stored = None if options.untrained else checkpoint.resolve(options.checkpoint or Path(config.output.dir))
     needs = [(program, bucket) for bucket in sorted({batch.bucket for batch in batches})]
-    artifacts = prepare_artifacts(store, needs, invocation.run_text, device, config.train.on_miss)
+    artifacts = prepare_artifacts(store, needs, invocation, device, config.train.on_miss)
     sample = torch.from_numpy(held_out[0].input_ids[: config.data.max_seq_len])
     target = load_targets(config, [target_device], sample)[target_device]
     check_target(stored, target)

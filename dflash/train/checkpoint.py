@@ -5,6 +5,7 @@
         moments.safetensors      Adam's `first.<name>` and `second.<name>`
         state.json               step, configuration, what shaped the weights by digest, file hashes
         environment.json         every package and what else the run ran in
+        artifacts.lock           which artifacts the run was made with
         run.toml, command.txt    the run file as resolved, the command line
 
 A folder is written under a hidden name, synced and renamed; the newest whole one is found by looking, so
@@ -61,7 +62,6 @@ class State:
     target: str
     config: Mapping[str, Any]
     counters: Mapping[str, int] = field(default_factory=dict)
-    artifacts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 def folder_name(step: int) -> str:

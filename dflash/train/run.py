@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from aot.console import note
 from aot.errors import EXIT_OK, EXIT_RESUMABLE, ConfigError, UserError
+from aot.lockfile import FILE_NAME
 from dflash.train import provenance
 from dflash.train.checkpoint import folders
 from dflash.train.coordinator import Coordinator
@@ -116,8 +117,8 @@ def train(config: RunConfig, store: Store, invocation: Invocation, *, resume: bo
 
 
 def write_run_files(session: Session) -> None:
-    """The resolved run file and the command line, beside the metrics."""
-    for name in (provenance.RUN_FILE, provenance.COMMAND_FILE):
+    """The resolved run file, the command line and the lock file, beside the metrics."""
+    for name in (provenance.RUN_FILE, provenance.COMMAND_FILE, FILE_NAME):
         (session.output / name).write_text(session.extra_files[name], "utf-8")
 
 

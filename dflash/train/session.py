@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,9 @@ import torch
 from aot import runtime
 from aot.console import note, warn
 from aot.environment import snapshot
-from aot.errors import ConfigError, MissingArtifact, StaleArtifact
+from aot.errors import ConfigError, MissingArtifact, StaleArtifact, UserError
+from aot.lockfile import FILE_NAME, LockMismatch, lock_differences, lock_of, lock_text, read_lock
+from aot.policy import Policy
 from dflash.data.dataset import Documents
 from dflash.drafter.model import init_parameters
 from dflash.drafter.programs import make_programs, weights
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from aot.buckets import Bucket
+    from aot.lockfile import Lock
     from aot.program import Program
     from aot.store import Store
     from dflash.config import RunConfig
@@ -38,10 +41,14 @@ Need = tuple["Program", "Bucket"]
 
 @dataclass(frozen=True)
 class Invocation:
-    """How the run was asked for: the run file with its flags, as typed, and the whole command line."""
+    """How the run was asked for: the run file with its flags, as typed, and the whole command line; the lock
+    file that names its artifacts, and whom to trust.
+    """
 
     run_text: str
     command: tuple[str, ...]
+    lock_path: Path = Path(FILE_NAME)
+    policy: Policy = field(default_factory=Policy.of)
 
 
 def open_documents(config: RunConfig) -> dict[str, Documents]:
@@ -84,27 +91,52 @@ def check_drafter_devices(config: RunConfig, devices: Sequence[torch.device], pr
 
 
 def prepare_artifacts(
-    store: Store, needs: Sequence[Need], run_text: str, device: torch.device, on_miss: str
+    store: Store,
+    needs: Sequence[Need],
+    invocation: Invocation,
+    device: torch.device,
+    on_miss: str,
+    lock: Lock | None = None,
 ) -> dict[tuple[str, Bucket], Artifact]:
     """Prove that every program and bucket of the run is there, verified and tried, or eager where allowed.
 
-    Raises MissingArtifact, StaleArtifact, CorruptArtifact or UntrustedArtifact, each with the command to run.
+    Raises MissingArtifact, StaleArtifact, LockMismatch, CorruptArtifact or UntrustedArtifact, each with the
+    command to run.
     """
+    run_text = invocation.run_text
     artifacts: dict[tuple[str, Bucket], Artifact] = {}
     present = list(needs)
     if on_miss == "eager":
         fingerprints = runtime.Fingerprints()
         for program, bucket in needs:
             try:
-                runtime.resolve(store, program, bucket, fingerprints(program.device_type), run_text)
-            except (MissingArtifact, StaleArtifact) as error:
+                runtime.resolve(store, program, bucket, fingerprints(program.device_type), run_text, lock)
+            except (MissingArtifact, StaleArtifact, LockMismatch) as error:
                 warn(
                     f"{error.message}; it will run EAGER, slowly, as train.on_miss says (build: {error.hint})"
                 )
                 artifacts[program.name, bucket] = EagerStep(program, bucket)
                 present.remove((program, bucket))
     with on(device):
-        return artifacts | runtime.prepare(store, present, run=run_text, device=str(device))
+        return artifacts | runtime.prepare(
+            store, present, run=run_text, device=str(device), policy=invocation.policy, lock=lock
+        )
+
+
+def run_lock(store: Store, needs: Sequence[Need], invocation: Invocation, on_miss: str) -> Lock:
+    """Read the lock file that a run must have; without one, `on_miss` eager may run all of it eagerly.
+
+    Raises ConfigError or CorruptArtifact, with the command that writes it.
+    """
+    path = invocation.lock_path
+    command = runtime.build_command(invocation.run_text, [bucket for _, bucket in needs], store)
+    if on_miss == "eager" and not path.exists():
+        warn(f"there is no lock file '{path}': no artifact will be used")
+        return {}
+    try:
+        return read_lock(path)
+    except UserError as error:
+        raise type(error)(error.message, f"`{command}` writes it") from None
 
 
 def load_targets(
@@ -166,8 +198,12 @@ class Work:
         needs = [(programs[name], bucket) for name, bucket in plan.needs()]
         return cls(target_devices, drafter_devices, documents, plan, needs)
 
-    def artifacts(self, config: RunConfig, store: Store, run_text: str) -> dict[tuple[str, Bucket], Artifact]:
-        return prepare_artifacts(store, self.needs, run_text, self.drafter_devices[0], config.train.on_miss)
+    def artifacts(
+        self, config: RunConfig, store: Store, invocation: Invocation
+    ) -> dict[tuple[str, Bucket], Artifact]:
+        on_miss = config.train.on_miss
+        lock = run_lock(store, self.needs, invocation, on_miss)
+        return prepare_artifacts(store, self.needs, invocation, self.drafter_devices[0], on_miss, lock)
 
 
 @dataclass
@@ -198,7 +234,9 @@ class Session:
         stored = find_checkpoint(output, resume)
         if stored is not None:
             check_same_run(stored, config, work.plan, work.documents[TRAIN])
-        artifacts = work.artifacts(config, store, invocation.run_text)
+        artifacts = work.artifacts(config, store, invocation)
+        if stored is not None:
+            check_same_artifacts(stored[0], artifacts)
         sample = torch.from_numpy(work.documents[TRAIN][0].input_ids[: config.data.max_seq_len])
         targets = load_targets(config, work.target_devices, sample)
         target = targets[work.target_devices[0]]
@@ -216,8 +254,8 @@ class Session:
             targets=targets,
             fixed_inputs=frozen_inputs(config, target, work.drafter_devices),
             replicas=replicas,
-            progress=Progress() if stored is None else restored(stored, artifacts, replicas),
-            extra_files=extra_files(config, invocation, target, work.documents),
+            progress=Progress() if stored is None else restored(stored, replicas),
+            extra_files=extra_files(config, invocation, target, work.documents, artifacts),
         )
 
     @property
@@ -235,7 +273,6 @@ class Session:
             target=self.target.model_hash,
             config=self.config.model_dump(mode="json"),
             counters=self.progress.counters,
-            artifacts=artifact_digests(self.artifacts),
         )
         replica = self.replicas[self.drafter_devices[0]]
         checkpoint.save(self.output, state, replica, self.extra_files, self.config.output.keep_last)
@@ -248,14 +285,9 @@ def make_replicas(config: RunConfig, devices: Sequence[torch.device]) -> dict[to
     return {device: Replica(fresh, dtype, device) for device in dict.fromkeys(devices)}
 
 
-def restored(
-    stored: tuple[Path, checkpoint.State],
-    artifacts: Mapping[tuple[str, Bucket], Artifact],
-    replicas: Mapping[torch.device, Replica],
-) -> Progress:
+def restored(stored: tuple[Path, checkpoint.State], replicas: Mapping[torch.device, Replica]) -> Progress:
     """Load the checkpoint into the replicas and return how far it is."""
     folder, state = stored
-    note_artifact_changes(state, artifacts)
     checkpoint.restore(folder, list(replicas.values()))
     note(f"resuming after step {state.step} from {folder}")
     fresh = Progress()
@@ -314,23 +346,26 @@ def check_target(stored: tuple[Path, checkpoint.State] | None, target: HuggingFa
         )
 
 
-def artifact_digests(artifacts: Mapping[tuple[str, Bucket], Artifact]) -> dict[str, dict[str, str]]:
-    """{`program bucket`: key and package digest} of what is compiled."""
-    return {
-        f"{program} {bucket}": {"key": artifact.manifest.key, "package": artifact.manifest.package_digest}
-        for (program, bucket), artifact in sorted(artifacts.items(), key=lambda pair: pair[0])
-        if isinstance(artifact, runtime.PreparedArtifact)
-    }
+def locked(artifacts: Mapping[tuple[str, Bucket], Artifact]) -> Lock:
+    """The lock of what is compiled among a run's artifacts."""
+    return lock_of(
+        artifact.manifest for artifact in artifacts.values() if isinstance(artifact, runtime.PreparedArtifact)
+    )
 
 
-def note_artifact_changes(state: checkpoint.State, artifacts: Mapping[tuple[str, Bucket], Artifact]) -> None:
-    """Say which artifacts are not the checkpoint's: the run may go on, but not bit for bit."""
-    now = artifact_digests(artifacts)
-    changed = [name for name, digests in now.items() if state.artifacts.get(name, digests) != digests]
-    if changed:
-        warn(
-            f"other artifacts than before the interruption: {', '.join(changed)}; the run goes on, but "
-            "its bits may differ (`dflash-aot doctor --against` the checkpoint says what changed)"
+def check_same_artifacts(folder: Path, artifacts: Mapping[tuple[str, Bucket], Artifact]) -> None:
+    """Refuse to go on from a checkpoint with other artifacts than it was made with: the bits would differ.
+
+    Raises LockMismatch naming every field that differs.
+    """
+    path = folder / FILE_NAME
+    found = lock_differences(read_lock(path), locked(artifacts))
+    if found:
+        texts = [f"{program} {bucket}: {runtime.shown(fields)}" for (program, bucket), fields in found]
+        raise LockMismatch(
+            f"cannot resume {folder}, made with other artifacts: " + "; ".join(texts),
+            f"`dflash-aot verify --lock {path} --explain` says whether the store still has those: "
+            f"then add `--lock {path}`",
         )
 
 
@@ -348,7 +383,7 @@ def summary(work: Work, artifacts: Mapping[tuple[str, Bucket], Artifact]) -> str
 def dry_run_report(config: RunConfig, store: Store, invocation: Invocation) -> dict[str, Any]:
     """What `train` would do, its artifacts proved; nothing is loaded or written but verified copies."""
     work = Work.of(config)
-    artifacts = work.artifacts(config, store, invocation.run_text)
+    artifacts = work.artifacts(config, store, invocation)
     return {
         "steps": work.plan.total_steps,
         "micro_batches_per_step": work.plan.micro_batches_per_step,
@@ -361,7 +396,11 @@ def dry_run_report(config: RunConfig, store: Store, invocation: Invocation) -> d
 
 
 def extra_files(
-    config: RunConfig, invocation: Invocation, target: HuggingFaceTarget, documents: Mapping[str, Documents]
+    config: RunConfig,
+    invocation: Invocation,
+    target: HuggingFaceTarget,
+    documents: Mapping[str, Documents],
+    artifacts: Mapping[tuple[str, Bucket], Artifact],
 ) -> dict[str, str]:
     """What goes into each checkpoint beside tensors and state."""
     environment: dict[str, Any] = {
@@ -371,6 +410,7 @@ def extra_files(
         "data": {program: split.manifest for program, split in documents.items()},
     }
     return {
+        FILE_NAME: lock_text(locked(artifacts)),
         checkpoint.ENVIRONMENT: json.dumps(environment, indent=1, default=str),
         provenance.RUN_FILE: provenance.run_toml(config),
         provenance.COMMAND_FILE: provenance.command_line(invocation.command),

@@ -20,6 +20,7 @@ from dflash.config import load_config
 RECIPE = "smollm2-cpu"
 HERE = Path(__file__).parent
 CACHE = Path(".cache")
+LOCK = ("--lock", str(CACHE / "demo" / "artifacts.lock"))
 PROMPTS = int(os.environ.get("DEMO_PROMPTS", "8"))
 
 #: Seconds of each stage on two cores of a recent server, for the ETA alone.
@@ -107,10 +108,10 @@ def main() -> None:
     stages.run("doctor", lambda: command("dflash-aot", "doctor"))
     stages.run("prepare", lambda: prepare(model))
     stages.run("plan", lambda: command("dflash-aot", "plan", RECIPE))
-    stages.run("build", lambda: command("dflash-aot", "build", RECIPE, "--jobs", "2"))
-    stages.run("verify", lambda: command("dflash-aot", "verify", RECIPE))
+    stages.run("build", lambda: command("dflash-aot", "build", RECIPE, "--jobs", "2", *LOCK))
+    stages.run("verify", lambda: command("dflash-aot", "verify", RECIPE, *LOCK))
     before = stages.run("eval before", lambda: evaluate("--untrained", *decode))
-    stages.run("train", lambda: command("dflash", "train", RECIPE))
+    stages.run("train", lambda: command("dflash", "train", RECIPE, *LOCK))
     after = stages.run("eval after", lambda: evaluate("--shuffle-features", "--unigram", *decode))
     report(before, after, stages)
 

@@ -8,6 +8,7 @@ log=${1:-runs/smollm2-gpu.log}
 run=scripts/gpu/smollm2-gpu.toml
 mkdir -p "$(dirname "$log")"
 model=.cache/smollm2-135m-instruct
+lock="--lock runs/smollm2-gpu.lock"
 
 prove() {
     date -u +%F
@@ -21,10 +22,10 @@ print("Python", sys.version.split()[0], "torch", torch.__version__, "triton", tr
         "dflash prepare .cache/demo/chats.jsonl --tokenizer $model --output .cache/demo/data --eval-fraction 0.03" \
         "dflash-aot doctor" \
         "dflash-aot plan $run" \
-        "dflash-aot build $run --jobs 2" \
-        "dflash-aot build $run" \
-        "dflash-aot verify $run --level bytes,env,source,numerics" \
-        "dflash train $run" \
+        "dflash-aot build $run --jobs 2 $lock" \
+        "dflash-aot build $run $lock" \
+        "dflash-aot verify $run $lock --level bytes,trust,env,source,graph,numerics" \
+        "dflash train $run $lock" \
         "dflash eval $run --shuffle-features --decode 4"; do
         echo
         echo "\$ $step"

@@ -4,31 +4,36 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aot import compile as compile_module
-from aot import console
+from aot import console, verify
 from aot.canary import child_environment
-from aot.cli import LEVEL_NAMES, cli
+from aot.cli import cli
+from aot.cli_verify import DEFAULT_LEVELS, LEVEL_NAMES
 from aot.compile import BuildEvent, BuildRequest, BuildResult
 from aot.doctor import Finding
 from aot.environment import FILE_NAME, snapshot
 from aot.errors import EnvironmentFault
 from aot.fingerprint import Fingerprint
+from aot.lockfile import FILE_NAME as LOCK_NAME
+from aot.lockfile import lock_of, read_lock, write_lock
+from aot.policy import NAMES
 from aot.runtime import Fingerprints
 from aot.store import DEFAULT_STORE, Store
-from aot.verify import LEVELS
 from tests.support.toy import FACTORY, LARGE, SMALL
 
 BUILD = [str(SMALL), str(LARGE)]
 
 
 @pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Run a command line in this process: (exit code, stdout, stderr)."""
+def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """Run a command line in this process: (exit code, stdout, stderr); lock files go to tmp_path."""
+    monkeypatch.setenv("DFLASH_AOT_LOCK", str(tmp_path / LOCK_NAME))
     monkeypatch.setenv("DFLASH_AOT_PROGRAMS", FACTORY)
     monkeypatch.delenv("DFLASH_AOT_STORE", raising=False)
 
@@ -39,7 +44,23 @@ def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     return run
 
 
-COMMANDS = ("doctor", "plan", "build", "verify", "ls", "show", "diff", "du", "gc")
+COMMANDS = (
+    "doctor",
+    "plan",
+    "build",
+    "verify",
+    "ls",
+    "show",
+    "diff",
+    "du",
+    "gc",
+    "keys",
+    "keys new",
+    "keys list",
+    "keys trust",
+    "keys revoke",
+    "sign",
+)
 HEAVY = ("torch", "transformers", "datasets", "wandb")
 
 
@@ -78,7 +99,12 @@ def test_the_light_command_module_agrees_with_the_heavy_ones() -> None:
     """Defaults are repeated in the command module because their homes import torch or a compressor."""
     options = {parameter.name: parameter for parameter in cli.commands["ls"].params}
     assert Path(options["store_root"].default) == DEFAULT_STORE
-    assert LEVEL_NAMES == LEVELS
+    assert LEVEL_NAMES == verify.LEVELS
+    assert ",".join(verify.DEFAULT_LEVELS) == DEFAULT_LEVELS
+    options = {parameter.name: parameter for parameter in cli.commands["build"].params}
+    assert str(options["lock_path"].default) == LOCK_NAME
+    options = {parameter.name: parameter for parameter in cli.commands["verify"].params}
+    assert options["policy_name"].default == NAMES[0]
 
 
 def test_no_command_shows_the_help_and_is_a_usage_error(tool) -> None:
@@ -177,6 +203,55 @@ def test_build_shows_each_step_with_an_eta(
     assert lines[3] == "[2/2] toy_step 256x16 built in 1:01"
 
 
+def test_build_writes_the_lock_file_and_a_part_of_the_run_keeps_the_rest(
+    tool, toy_store: Store, tmp_path: Path
+) -> None:
+    """Fails if a build of one bucket drops the others: each hint of `train` would undo the one before."""
+    small, large = toy_store.manifests()
+    lock = tmp_path / "elsewhere" / "my.lock"
+    build = ("build", "toy", "--store", toy_store.root, "--lock", lock)
+    assert tool(*build, "--buckets", "128x8")[0] == 0
+    assert read_lock(lock) == lock_of([small])
+    assert tool(*build, "--buckets", "256x16")[0] == 0
+    assert read_lock(lock) == lock_of([small, large])
+    assert tool(*build, "--set", "buckets=128x8")[0] == 0
+    assert read_lock(lock) == lock_of([small])
+
+
+def test_verify_explains_every_difference_and_what_to_run(tool, toy_store: Store) -> None:
+    code, out, err = tool("verify", "toy", "--store", toy_store.root, "--set", "inner=32", "--explain")
+    assert code == 8
+    assert "is stale\n  identity.network.inner: expected 32, found 16\n" in out
+    assert (
+        f"  to run: `dflash-aot build toy --set inner=32 --buckets 128x8,256x16 --store {toy_store.root}`"
+        in out
+    )
+    assert err == ""
+
+
+def test_verify_of_a_lock_file_names_what_is_absent_and_what_is_another(
+    tool, own_store: Store, tmp_path: Path
+) -> None:
+    """Fails if `--lock` only counts artifacts, or looks at the nearest one instead of the locked one."""
+    small, large = own_store.manifests()
+    lock = tmp_path / "artifacts.lock"
+    write_lock(lock, lock_of([small, large]))
+    verify_lock = ("verify", "--lock", lock, "--store", own_store.root, "--level", "bytes")
+    code, out, _ = tool(*verify_lock)
+    assert (code, out.count("lock   ok")) == (0, 2)
+    write_lock(lock, lock_of([small, replace(large, package_digest="0" * 64)]))
+    code, out, _ = tool(*verify_lock, "--explain")
+    assert code == 8
+    assert f"  package_digest: expected 000000000000, found {large.package_digest[:12]}\n" in out
+    code, out, _ = tool("verify", "toy", *verify_lock[1:])
+    assert code == 8
+    own_store.manifest_path(large.program, large.bucket, large.key).unlink()
+    code, out, err = tool(*verify_lock)
+    assert code == 4
+    assert "the store does not have it" in out
+    assert "dflash-aot build RUN --buckets 256x16" in err
+
+
 def test_dry_run_builds_nothing(tool, tmp_path: Path) -> None:
     code, out, err = tool("build", "toy", "--store", tmp_path / "store", "--dry-run")
     assert (code, out) == (0, "toy_step 128x8\ntoy_step 256x16\n")
@@ -194,7 +269,9 @@ def test_verify_shows_a_line_per_artifact_and_level(tool, toy_store: Store) -> N
     code, out, _ = tool("verify", "--store", toy_store.root)
     assert code == 0
     assert out.splitlines()[0].split() == ["artifact", "level", "status", "detail"]
-    assert [line.split()[-1] for line in out.splitlines()[1:]] == ["ok"] * 6
+    assert [line.split()[3:5] for line in out.splitlines()[1:]] == [
+        [level, "ok"] for level in 2 * ("bytes", "trust", "env", "source")
+    ]
 
 
 def test_verify_exits_with_the_bit_sum_and_names_the_command(tool, own_store: Store) -> None:
@@ -208,14 +285,14 @@ def test_verify_exits_with_the_bit_sum_and_names_the_command(tool, own_store: St
     code, out, _ = tool("verify", "toy", "--store", own_store.root, "--json", "--set", "inner=32")
     report = json.loads(out)
     assert code == report["exit_code"] == 1 + 8
-    assert {check["level"] for check in report["checks"]} == {"bytes", "env", "source"}
+    assert {check["level"] for check in report["checks"]} == {"bytes", "trust", "env", "source"}
 
 
 @pytest.mark.parametrize("levels", ["bytes,nonsense", ""])
 def test_an_unknown_level_is_a_usage_error(tool, levels: str) -> None:
     code, _, err = tool("verify", "--level", levels)
     assert code == 64
-    assert "hint: levels: bytes, env, source, numerics" in err
+    assert "hint: levels: bytes, trust, env, source, graph, numerics" in err
 
 
 def test_ls_lists_and_show_tells_all(tool, toy_store: Store, tmp_path: Path) -> None:
@@ -261,6 +338,15 @@ def test_an_empty_store_is_said_so(tool, tmp_path: Path) -> None:
             "error: module 'tests.support.toy' has no function 'f'",
         ),
         (["verify", "--set", "a=1"], "error: `--set` and `--buckets` need a run"),
+        (["verify", "toy", "--all"], "error: `--all` is the whole store"),
+        (["verify", "--lock", "/nonexistent"], "error: the lock file '/nonexistent' does not exist"),
+        (["verify", "--policy", "none"], "error: unknown policy 'none'"),
+        (["verify", "--allow-unsigned", "ab"], "error: 'ab' is not the beginning of a key"),
+        (["sign"], "error: name the artifacts to sign, or `--all`"),
+        (["keys", "new", "../x"], "error: '../x' is no name for a key"),
+        (["keys", "new", "x", "--expires", "2027"], "error: '2027' is no date"),
+        (["keys", "trust", "/nonexistent"], "error: cannot read '/nonexistent'"),
+        (["keys", "revoke", "nobody"], "error: 'nobody' names no trusted key"),
         (["build"], "error: missing argument 'RUN'"),
         (["bild"], "error: no such command 'bild'"),
         (["doctor", "--against", "/nonexistent"], "error: cannot read '/nonexistent'"),

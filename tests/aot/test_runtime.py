@@ -1,5 +1,6 @@
 """Resolving, verifying, loading and calling artifacts on the toy program."""
 
+import ast
 import os
 import random
 import subprocess
@@ -54,7 +55,9 @@ def artifact(prepared: PreparedArtifact) -> LoadedArtifact:
 def untried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Collect the packages that would be tried in a child process, and try none."""
     names: list[str] = []
-    monkeypatch.setattr(runtime, "try_packages", lambda trials: names.extend(trial.name for trial in trials))
+    monkeypatch.setattr(
+        runtime, "try_packages", lambda trials, **_: names.extend(trial.name for trial in trials)
+    )
     return names
 
 
@@ -260,6 +263,28 @@ print([name for name in sys.modules if name.startswith(("torch._inductor", "torc
     assert not any(Path(folder).exists() for folder in caches.values())
 
 
+def test_nothing_is_left_in_the_temporary_folder_not_even_by_a_killed_process(
+    toy_store: Store, private: Path, prepared: PreparedArtifact, tmp_path: Path
+) -> None:
+    """Fails without `unpacking_in`: torch unpacks into TMPDIR, and nobody can tell later whose that was."""
+    code = """
+import os, signal
+print([str(path) for path in made.path.parent.glob("aotinductor_*")], flush=True)
+names = ToyStep().call_spec(SMALL).input_names
+loaded(dict(zip(names, ToyStep().example_inputs(SMALL, 0, torch.device("cpu")))))
+if os.environ.get("KILL"):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    for extra in ({}, {"KILL": "1"}):
+        result = in_child(code, toy_store, private, {"TMPDIR": str(tmp_path), **extra})
+        assert (result.returncode, result.stderr) == (-9 if extra else 0, "")
+        (unpacked,) = ast.literal_eval(result.stdout)
+        assert Path(unpacked).exists() == bool(extra)
+        assert list(tmp_path.iterdir()) == []
+    in_child("", toy_store, private)
+    assert not Path(unpacked).parent.exists()
+
+
 def test_a_missing_artifact_is_named_with_the_command_that_builds_it(tmp_path: Path) -> None:
     with pytest.raises(MissingArtifact, match="toy_step 128x8: no artifact") as caught:
         resolve(Store(tmp_path), PROGRAM, SMALL, Fingerprints()("cpu"), "run.toml --set a=1")
@@ -320,7 +345,7 @@ def test_a_package_is_tried_once_per_machine(toy_store: Store, tmp_path: Path, u
 def test_a_failed_trial_is_no_trial(
     toy_store: Store, tmp_path: Path, untried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def crash(trials: object) -> None:
+    def crash(trials: object, **_: object) -> None:
         raise CorruptArtifact("crashed")
 
     with monkeypatch.context() as patch:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aot import trace
+from aot.policy import Policy
 from aot.runtime import Fingerprints
 from aot.source import source_files
 from aot.verify import DEFAULT_LEVELS, Check, OutputError, RunSource, exit_code, verify_run, verify_store
@@ -49,10 +50,10 @@ def of_store(store: Store, here: Callable[[str], Fingerprint] | None = None) -> 
 def test_good_artifacts_are_ok(toy_store: Store) -> None:
     needs = [(PROGRAM, SMALL), (PROGRAM, LARGE)]
     checks = verify_run(toy_store, needs, DEFAULT_LEVELS, Fingerprints(), SOURCE)
-    assert [check.status for check in checks] == ["ok"] * 6
+    assert [check.status for check in checks] == ["ok"] * 8
     assert exit_code(checks) == 0
     checks = verify_store(toy_store, DEFAULT_LEVELS, Fingerprints())
-    assert [check.status for check in checks] == ["ok"] * 6
+    assert [check.status for check in checks] == ["ok"] * 8
 
 
 def test_numerics_gives_the_error_of_every_output(toy_store: Store) -> None:
@@ -106,6 +107,7 @@ def test_damaged_bytes_are_corrupt_and_named(
     checks = verify(own_store)
     assert {level: check.status for level, check in checks.items()} == {
         "bytes": "corrupt",
+        "trust": "ok",
         "env": "ok",
         "source": "ok",
     }
@@ -170,12 +172,41 @@ def test_other_shapes_are_stale_and_not_run(toy_store: Store) -> None:
     checks = of_run(toy_store, *DEFAULT_LEVELS, "numerics", program=ToyStep(inner=32))
     assert {level: check.status for level, check in checks.items()} == {
         "bytes": "ok",
+        "trust": "ok",
         "env": "ok",
         "source": "stale",
         "numerics": "unchecked",
     }
     assert "identity.network.inner: expected 32, found 16" in checks["source"].detail
     assert exit_code(list(checks.values())) == 4 + 8
+
+
+def test_graph_traces_again_without_compiling_and_compares_hashes(toy_store: Store, tmp_path: Path) -> None:
+    """Fails if the recorded hash is compared with itself, or if the trace needs a compiler."""
+    environment = {"PATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        assert of_run(toy_store, "graph")["graph"].status == "ok"
+        other = of_run(toy_store, "graph", source=RunSource(twins.FACTORY, "OffByATenThousandth", ()))[
+            "graph"
+        ]
+    (manifest,) = toy_store.manifests("toy_step", SMALL)
+    assert other.status == "stale"
+    assert other.differences[0].found == manifest.graph_hash[:12] != other.differences[0].expected
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".cpp", ".o", ".so")]
+
+
+def test_numerics_executes_nothing_that_the_policy_refuses(
+    toy_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails without `check_trust` in `numerics_check`: looking at an artifact would be running it."""
+    monkeypatch.setattr("aot.verify.ask_child", lambda request: pytest.fail("it was executed"))
+    policy = Policy("signed", keys=tmp_path / "none")
+    needs, levels = [(PROGRAM, SMALL)], ("trust", "numerics")
+    checks = verify_run(toy_store, needs, levels, Fingerprints(), SOURCE, policy=policy)
+    assert [check.status for check in checks] == ["untrusted"] * 2
+    assert exit_code(checks) == 2
 
 
 def test_a_missing_artifact_is_not_checked_and_names_the_command(tmp_path: Path, toy_store: Store) -> None:

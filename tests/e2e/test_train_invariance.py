@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from aot.buckets import Bucket
 from aot.errors import EXIT_OK
+from aot.lockfile import read_lock
 from aot.runtime import LoadedArtifact, PreparedArtifact
 from dflash.config import load_config
 from dflash.data.dataset import Documents
@@ -150,9 +152,9 @@ def first_call(tiny: TinyRun, output: Path, *overrides: str) -> tuple[str, Call]
         patch.setattr(LoadedArtifact, "__call__", recorded)
         settings = ("train.max_steps=1", 'data.eval=""', *SMALL_ONLY)
         assert train_here(tiny, output, *settings, *overrides) == EXIT_OK
-    state = checkpoint.read_state(checkpoint.folders(output)[-1])
+    lock = read_lock(checkpoint.folders(output)[-1] / "artifacts.lock")
     call = calls["drafter worker 0 (cpu)"]
-    return state.artifacts[f"{TRAIN} {SMALL}"]["package"], call
+    return lock[TRAIN, Bucket.parse(SMALL)].package_digest, call
 
 
 def test_noise_and_weights_of_the_loss_are_inputs_of_one_artifact(tiny: TinyRun, tmp_path: Path) -> None:

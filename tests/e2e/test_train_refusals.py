@@ -18,7 +18,7 @@ from aot.errors import (
     StaleArtifact,
     UserError,
 )
-from aot.runtime import PRIVATE_VARIABLE
+from aot.private import PRIVATE_VARIABLE
 from dflash.train import session
 from tests.support.tiny_run import NEEDS, REPOSITORY
 from tests.support.training import train_here
@@ -137,7 +137,7 @@ def dry_run(tiny, project, tmp_path):
     return subprocess.run(
         [
             sys.executable, "-m", "dflash.cli", "train", tiny.run_file, "--dry-run",
-            "--store", str(tiny.store), "--output", str(tmp_path / "out"),
+            "--store", str(tiny.store), "--lock", str(tiny.lock), "--output", str(tmp_path / "out"),
         ],
         capture_output=True, text=True, cwd=project, env={**os.environ, "PYTHONPATH": str(project)},
     )  # fmt: skip
@@ -148,7 +148,9 @@ def test_refuses_a_changed_source_file_by_name_without_a_traceback(tiny, tmp_pat
     result = dry_run(tiny, project, tmp_path)
     assert result.returncode == 1
     assert "dflash/drafter/model.py" in result.stderr
-    assert re.search(r"\n\nhint: `dflash-aot build \S+ --buckets 128x16,256x32", result.stderr), result.stderr
+    assert re.search(r"\n\nhint: `dflash-aot build \S+ --lock \S+ --buckets 128x16,256x32", result.stderr), (
+        result.stderr
+    )
     assert "Traceback" not in result.stderr
 
 

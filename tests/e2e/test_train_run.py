@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from aot.errors import EXIT_OK, EXIT_RESUMABLE, ConfigError
+from aot.lockfile import read_lock
 from dflash.config import load_config
-from dflash.train import checkpoint, drafter_worker, run, session, target_worker
+from dflash.train import checkpoint, drafter_worker, run, target_worker
 from dflash.train.plan import TRAIN
 from tests.support.training import final_bytes, finish, rows, start, tiny_config, train_here, wait_for_step
 
@@ -39,8 +40,11 @@ def test_a_run_reports_every_step_and_stores_all_it_takes_to_repeat_it(tiny, tmp
 
     folders = checkpoint.folders(output)
     assert [folder.name for folder in folders] == ["step-00000005", "step-00000010", "step-00000012"]
-    state = checkpoint.read_state(folders[-1])
-    assert set(state.artifacts) == {"eval_step 256x32", "train_step 128x16", "train_step 256x32"}
+    lock = read_lock(folders[-1] / "artifacts.lock")
+    assert {f"{program} {bucket}" for program, bucket in lock} == {
+        "eval_step 256x32", "train_step 128x16", "train_step 256x32"
+    }  # fmt: skip
+    assert lock == read_lock(output / "artifacts.lock") == read_lock(tiny.lock)
     environment = json.loads((folders[-1] / "environment.json").read_text())
     assert environment["key"]["torch_git"] == torch.version.git_version
     assert len(environment["packages"]["torch"]["record"]) == 64
@@ -287,22 +291,6 @@ def test_other_data_or_another_target_is_refused_on_resume(tiny, interrupted, mo
     monkeypatch.setattr("dflash.target.huggingface.HuggingFaceTarget.model_hash", "0" * 64)
     with pytest.raises(ConfigError, match="the target's weights are not those"):
         train_here(tiny, interrupted[0], resume=True)
-
-
-def test_an_artifact_of_another_build_is_told_on_resume(tiny, interrupted, tmp_path, monkeypatch, capsys):
-    output = tmp_path / "out"
-    shutil.copytree(interrupted[0], output)
-    original = session.artifact_digests
-
-    def other(artifacts):
-        digests = original(artifacts)
-        if artifacts:
-            digests["train_step 128x16"] = {"key": "0" * 64, "package": "0" * 64}
-        return digests
-
-    monkeypatch.setattr(session, "artifact_digests", other)
-    assert train_here(tiny, output, resume=True) == EXIT_OK
-    assert "other artifacts than before the interruption: train_step 128x16;" in capsys.readouterr().err
 
 
 def test_other_devices_with_the_same_step_resume_to_the_same_bits(tiny, interrupted, tmp_path):

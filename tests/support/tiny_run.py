@@ -89,6 +89,10 @@ class TinyRun:
     def run_file(self) -> str:
         return str(self.root / "run.toml")
 
+    @property
+    def lock(self) -> Path:
+        return self.root / "artifacts.lock"
+
 
 def make_target(folder: Path) -> None:
     """Save a random 4-layer Llama with untied embeddings."""
@@ -171,12 +175,14 @@ def default_store() -> Path:
 
 
 def build_artifacts(run: TinyRun, needs: list[tuple[str, str]], overrides: tuple[str, ...] = ()) -> None:
-    """Build what the store lacks; one session at a time, the others wait and find it."""
+    """Build what the store lacks and name it in the lock file; sessions take turns, later ones find it."""
     from aot.compile import BuildRequest, build
+    from aot.lockfile import update_lock
     from aot.store import Store
 
     run.store.mkdir(parents=True, exist_ok=True)
     requests = [BuildRequest(FACTORY, run.run_file, overrides, program, bucket) for program, bucket in needs]
     with (run.store.parent / "build.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        build(requests, Store(run.store), jobs=2)
+        results = build(requests, Store(run.store), jobs=2)
+    update_lock(run.lock, [result.manifest for result in results], whole=False)

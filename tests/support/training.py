@@ -20,18 +20,23 @@ def tiny_config(run: TinyRun, output: Path, *overrides: str) -> RunConfig:
 
 
 def train_here(
-    run: TinyRun, output: Path, *overrides: str, resume: bool = False, store: Path | None = None
+    run: TinyRun,
+    output: Path,
+    *overrides: str,
+    resume: bool = False,
+    store: Path | None = None,
+    lock: Path | None = None,
 ) -> int:
     """Train in this process and return the exit code; errors are raised."""
     config = tiny_config(run, output, *overrides)
-    invocation = Invocation(run.run_file, ("dflash", "train"))
+    invocation = Invocation(run.run_file, ("dflash", "train"), lock or run.lock)
     return train(config, Store(store or run.store), invocation, resume=resume)
 
 
 def command(run: TinyRun, output: Path, *arguments: str, store: Path | None = None) -> list[str]:
     return [
         sys.executable, "-m", "dflash.cli", "train", run.run_file,
-        "--store", str(store or run.store), "--output", str(output), *arguments,
+        "--store", str(store or run.store), "--lock", str(run.lock), "--output", str(output), *arguments,
     ]  # fmt: skip
 
 
