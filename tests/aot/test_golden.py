@@ -103,7 +103,7 @@ def test_changed_compile_option_shows_by_name(monkeypatch):
 
 def test_changed_block_size_shows_by_name():
     report = compared(altered(block_size=32))
-    assert "identity.drafter.block_size: expected 16, found 32" in report
+    assert "identity.drafter.block_size: expected 8, found 32" in report
 
 
 def test_changed_layer_count_shows_by_name():

