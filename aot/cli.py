@@ -13,8 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aot import console
-from aot.console import CONTEXT, emit, emit_json, examples, json_option, run_argument, set_option
+from aot import cli_share, console
+from aot.cli_share import remote_option
+from aot.console import (
+    CONTEXT,
+    emit,
+    emit_json,
+    examples,
+    json_option,
+    run_argument,
+    set_option,
+    store_option,
+)
 from aot.errors import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_OK, ConfigError
 from aot.plan import Run, plan_rows
 
@@ -25,10 +35,6 @@ if TYPE_CHECKING:
 SCHEMA = 1
 LEVEL_NAMES = ("bytes", "env", "source", "numerics")
 
-store_option = click.option(
-    "--store", "store_root", envvar="DFLASH_AOT_STORE", show_envvar=True, default="artifacts/store",
-    type=click.Path(file_okay=False, path_type=Path), help="Folder of artifacts.",
-)  # fmt: skip
 programs_option = click.option(
     "--programs", "factory_name", envvar="DFLASH_AOT_PROGRAMS", show_envvar=True, metavar="NAME",
     help="Entry point of group aot.programs, or module:function; not needed when only one is installed.",
@@ -151,6 +157,7 @@ def _or_dash(value: float | None) -> str:
         "dflash-aot build smollm2-cpu",
         "dflash-aot build run.toml --buckets 512x32,1024x64 --jobs 2",
         "dflash-aot build run.toml --dry-run",
+        "dflash-aot build run.toml --remote s3://bucket/artifacts",
     )
 )
 @run_argument
@@ -164,6 +171,7 @@ def _or_dash(value: float | None) -> str:
     default=None,
     help="Builds at a time. [default: half the cores, at most 4]",
 )
+@remote_option(help="Look here before compiling.")
 @click.option("--dry-run", is_flag=True, help="Show what would be built, and build nothing.")
 @json_option
 def build(
@@ -173,6 +181,7 @@ def build(
     store_root: Path,
     factory_name: str | None,
     jobs: int | None,
+    remote_url: str | None,
     dry_run: bool,
     as_json: bool,
 ) -> int:
@@ -198,7 +207,11 @@ def build(
     requests = run.requests()
     with console.Steps(len(requests), "build") as steps:
         results = build_all(
-            requests, store, jobs or _default_jobs(), progress=lambda event: _show(steps, event)
+            requests,
+            store,
+            jobs or _default_jobs(),
+            progress=lambda event: _show(steps, event),
+            lookup=cli_share.lookup(remote_url, store),
         )
     if as_json:
         built = [
@@ -223,6 +236,8 @@ def _show(steps: console.Steps, event: BuildEvent) -> None:
         steps.say(f"building {event.request}")
     elif event.kind == "cached":
         steps.advance(f"{event.request} is there")
+    elif event.kind == "pulled":
+        steps.advance(f"{event.request} pulled from the remote")
     elif event.kind == "finished":
         steps.advance(f"{event.request} built in {took}")
     else:
@@ -377,6 +392,10 @@ def show(artifact: str, store_root: Path, as_json: bool) -> int:
         rows = [(f"  {tensor['name']}", tensor["dtype"], tensor["shape"]) for tensor in spec[side]]
         emit(console.table(("  name", "dtype", "shape"), rows))
     return EXIT_OK
+
+
+cli.add_command(cli_share.push)
+cli.add_command(cli_share.pull)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -47,6 +48,10 @@ run_argument = click.argument("run_file", metavar="RUN")
 set_option = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one value of the run file."
 )
+store_option = click.option(
+    "--store", "store_root", envvar="DFLASH_AOT_STORE", show_envvar=True, default="artifacts/store",
+    type=click.Path(file_okay=False, path_type=Path), help="Folder of artifacts.",
+)  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON to stdout.")
 
 

@@ -2,7 +2,9 @@
 
     blobs/<sha256 of the blob>.zst          the package, one zstd frame
     manifests/<program>/<bucket>/<key>.json
+    manifests/<program>/<bucket>/<key>.sig, .origin     beside it: who vouches, and which remote it came from
     tmp/                                    of the one publisher that holds `lock`
+    incoming/<sha256 of the blob>           a download that is under way, or that a later one continues
 
 A publisher writes aside, syncs, links the blob under its digest, and the manifest last: an artifact is there
 whole or not at all. Readers take no lock and write nothing. What a killed publisher left in tmp/ goes with
@@ -15,14 +17,17 @@ import fcntl
 import hashlib
 import os
 import shutil
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zstandard
 
+from aot.archive import check_archive
 from aot.errors import CorruptArtifact, UserError
 from aot.manifest import MAX_MANIFEST_BYTES, KeyInputs, Manifest
+from aot.signing import ORIGIN_SUFFIX, SIGNATURE_SUFFIX, origin_document
 from aot.trust import check_trusted_folder, open_trusted
 
 if TYPE_CHECKING:
@@ -137,10 +142,53 @@ class Store:
                     return winner
                 _install(private / "blob", blob, self.blob_path(manifest))
                 target = self.manifest_path(manifest.program, manifest.bucket, manifest.key)
+                # Of a damaged artifact that this one replaces: they say nothing about what was built here.
+                for suffix in (ORIGIN_SUFFIX, SIGNATURE_SUFFIX):
+                    target.with_suffix(suffix).unlink(missing_ok=True)
                 _install(private / "manifest", manifest.to_bytes(), target)
         except OSError as error:
             raise UserError(
                 f"cannot publish {manifest} in {self.root}: {error.strerror or error}",
+                f"free space there, or name a store you can write: `--store DIR` or ${STORE_VARIABLE}",
+            ) from error
+        return manifest
+
+    def incoming_path(self, manifest: Manifest) -> Path:
+        """Where the download of a blob lies until it is installed, in a folder that only its owner writes."""
+        folder = self.root / "incoming"
+        _make_folders(folder)
+        check_trusted_folder(folder)
+        return folder / manifest.blob_digest
+
+    def adopt(self, manifest_bytes: bytes, blob: bytes, signature: bytes, origin: str) -> Manifest:
+        """Add an artifact from the remote `origin`, whose signature the caller has checked.
+
+        Everything in it is verified and a child process tries it before it gets a name; its mark and its
+        signature are there before its manifest is. An intact artifact of the key wins, as in `publish`.
+        Raises CorruptArtifact, UserError if the store cannot be written, UntrustedArtifact if others can.
+        """
+        manifest = Manifest.parse(manifest_bytes)
+        place = Path("blobs", f"{manifest.blob_digest}.zst")
+        if len(blob) != manifest.blob_size or hashlib.sha256(blob).hexdigest() != manifest.blob_digest:
+            raise CorruptArtifact(f"{place}: its bytes are not those that were published")
+        package = _decompress(blob, manifest.package_size, place)
+        if hashlib.sha256(package).hexdigest() != manifest.package_digest:
+            raise CorruptArtifact(f"{place}: the package inside is not the one published")
+        check_archive(package, str(manifest))
+        target = self.manifest_path(manifest.program, manifest.bucket, manifest.key)
+        try:
+            _try_package(package, manifest)
+            with self._publishing() as private:
+                winner = self.intact(manifest.program, manifest.bucket, manifest.key)
+                if winner is not None:
+                    return winner
+                _install(private / "blob", blob, self.blob_path(manifest))
+                _install(private / "origin", origin_document(origin), target.with_suffix(ORIGIN_SUFFIX))
+                _install(private / "signature", signature, target.with_suffix(SIGNATURE_SUFFIX))
+                _install(private / "manifest", manifest_bytes, target)
+        except OSError as error:
+            raise UserError(
+                f"cannot add {manifest} to {self.root}: {error.strerror or error}",
                 f"free space there, or name a store you can write: `--store DIR` or ${STORE_VARIABLE}",
             ) from error
         return manifest
@@ -164,6 +212,17 @@ class Store:
                 shutil.rmtree(private, ignore_errors=True)
         finally:
             os.close(lock)
+
+
+def _try_package(package: bytes, manifest: Manifest) -> None:
+    """Have a child process load and run a package, from a folder that only this user can write."""
+    from aot.canary import Trial, try_packages
+
+    spec = manifest.key_inputs.call_spec
+    with tempfile.TemporaryDirectory(prefix="dflash-aot-adopt-") as folder:
+        path = Path(folder, f"{manifest.package_digest}.pt2")
+        path.write_bytes(package)
+        try_packages([Trial(str(manifest), str(path), spec, spec.device_type)])
 
 
 def _decompress(blob: bytes, size: int, path: Path) -> bytes:
