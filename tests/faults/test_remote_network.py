@@ -111,8 +111,8 @@ def test_a_remote_that_misbehaves_costs_little_and_is_asked_again(
 def test_build_looks_at_the_remote_and_builds_here_when_it_fails(
     server: MisbehavingServer, remote, pushed, mine, mode, monkeypatch
 ):
-    """Without the handler in `lookup`, a build fails with its remote. Nor is the failure taken for a miss that
-    lasts: the next build asks again, this one does not.
+    """Without the handler in `lookup`, a build fails with its remote. Nor is the failure taken for a lasting
+    miss: the next build asks again, this one does not.
     """
     warnings, started = [], []
     (request,) = requests(SMALL)
@@ -230,7 +230,7 @@ def test_a_name_is_written_once(server):
 
 
 def test_a_conflict_is_tried_again(server: MisbehavingServer):
-    """S3 answers 409 while another write of the name is under way; taken for `it is there`, nobody writes it."""
+    """S3 answers 409 while another write is under way; taken for `it is there`, nobody might write it."""
     transport = open_transport(URL, IMPATIENT)
     server.faults = Faults("conflict", "/a", "PUT", times=2)
     assert transport.create("blobs/a", b"first")
