@@ -177,7 +177,10 @@ class Store:
         check_archive(package, str(manifest))
         target = self.manifest_path(manifest.program, manifest.bucket, manifest.key)
         try:
-            _try_package(package, manifest)
+            with tempfile.TemporaryDirectory(prefix="dflash-aot-adopt-") as folder:
+                path = Path(folder, f"{manifest.package_digest}.pt2")
+                path.write_bytes(package)
+                _try_package(path, manifest)
             with self._publishing() as private:
                 winner = self.intact(manifest.program, manifest.bucket, manifest.key)
                 if winner is not None:
@@ -214,15 +217,12 @@ class Store:
             os.close(lock)
 
 
-def _try_package(package: bytes, manifest: Manifest) -> None:
-    """Have a child process load and run a package, from a folder that only this user can write."""
+def _try_package(path: Path, manifest: Manifest) -> None:
+    """Have a child process load and run a private copy of a package."""
     from aot.canary import Trial, try_packages
 
     spec = manifest.key_inputs.call_spec
-    with tempfile.TemporaryDirectory(prefix="dflash-aot-adopt-") as folder:
-        path = Path(folder, f"{manifest.package_digest}.pt2")
-        path.write_bytes(package)
-        try_packages([Trial(str(manifest), str(path), spec, spec.device_type)])
+    try_packages([Trial(str(manifest), str(path), spec, spec.device_type)])
 
 
 def _decompress(blob: bytes, size: int, path: Path) -> bytes:

@@ -35,7 +35,7 @@ def keyring(tmp_path, monkeypatch):
 def tried(monkeypatch):
     """The keys of the packages that a child process was to try."""
     keys = []
-    monkeypatch.setattr(store_module, "_try_package", lambda package, manifest: keys.append(manifest.key))
+    monkeypatch.setattr(store_module, "_try_package", lambda path, manifest: keys.append(manifest.key))
     return keys
 
 
@@ -213,20 +213,20 @@ def test_an_adoption_that_fails_anywhere_shows_nothing(url, keyring, pushed, min
     """With the manifest installed before its mark, the failure at the mark leaves an artifact that looks like
     an own build.
     """
-    install = store_module._install
+    link = os.link
     for allowed in range(4):
         left = itertools.count(allowed, -1)
 
         def failing(*args, left=left):
             if next(left) == 0:
                 raise OSError(28, "No space left on device")
-            install(*args)
+            link(*args)
 
-        monkeypatch.setattr(store_module, "_install", failing)
+        monkeypatch.setattr(os, "link", failing)
         with pytest.raises(UserError, match="No space left"):
             fetch(Remote(url, keyring), Place.of(pushed), mine)
         assert mine.manifest_paths() == []
-    monkeypatch.setattr(store_module, "_install", install)
+    monkeypatch.setattr(os, "link", link)
     assert fetch(Remote(url, keyring), Place.of(pushed), mine) == pushed
 
 

@@ -54,7 +54,7 @@ def keyring(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def tried(monkeypatch):
     keys = []
-    monkeypatch.setattr(store_module, "_try_package", lambda package, manifest: keys.append(manifest.key))
+    monkeypatch.setattr(store_module, "_try_package", lambda path, manifest: keys.append(manifest.key))
     return keys
 
 
