@@ -92,7 +92,7 @@ class Faults:
     method: str = "GET"
     times: int = 1_000_000
     #: Of a body that is cut short or reset.
-    cut: int = 1000
+    cut: int = 100
     seen: list[tuple[str, str, str]] = field(default_factory=list)
     sent: int = 0
 
