@@ -137,14 +137,14 @@ class Remote:
     def push(self, manifest: Manifest, store: Store) -> Literal["pushed", "present", "kept"]:
         """Add a signed artifact of the store; `kept` if the remote has another good one of the same key.
 
-        Whatever is there already is fetched and verified. Raises UntrustedArtifact without a good signature,
+        Whatever is there already is fetched and verified, what is missing of it is added. Raises UntrustedArtifact without a good signature,
         here or there, CorruptArtifact or RemoteFault.
         """
         place, data = Place.of(manifest), manifest.to_bytes()
         signature = self._own_signature(place, data, store)
         blob = _read_blob(manifest, store)
-        present = self.find(place)
-        if present is not None and present.data != data:
+        present = self._read(place.name(MANIFEST_SUFFIX), MAX_MANIFEST_BYTES)
+        if present not in (None, data) and self.find(place) is not None:
             return "kept"
         if not self.transport.create(_blob_name(manifest), blob):
             self._check_blob(manifest)
