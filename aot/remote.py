@@ -137,8 +137,8 @@ class Remote:
     def push(self, manifest: Manifest, store: Store) -> Literal["pushed", "present", "kept"]:
         """Add a signed artifact of the store; `kept` if the remote has another good one of the same key.
 
-        Whatever is there already is fetched and verified, what is missing of it is added. Raises UntrustedArtifact without a good signature,
-        here or there, CorruptArtifact or RemoteFault.
+        Whatever is there already is fetched and verified, and what is missing of it is added. Raises
+        UntrustedArtifact without a good signature, here or there, CorruptArtifact or RemoteFault.
         """
         place, data = Place.of(manifest), manifest.to_bytes()
         signature = self._own_signature(place, data, store)
