@@ -68,7 +68,6 @@ class Transport(ABC):
                 if total > limit:
                     raise OversizedRead(f"{self.url}/{name}: more than {limit} bytes")
                 yield chunk
-                deadline.left()
 
     def create(self, name: str, content: bytes) -> bool:
         """Write an object; False, and nothing is changed, if the name is taken. Raises RemoteFault."""

@@ -7,6 +7,7 @@ import signal
 import uuid
 
 import pytest
+import zstandard
 
 from aot import store as store_module
 from aot import transport as transport_module
@@ -158,8 +159,8 @@ def test_a_good_pair_under_another_name_is_refused(url, keyring, pushed, theirs,
 
 @pytest.mark.parametrize("damage", ["absent", "short", "long", "flipped"])
 def test_a_blob_that_is_not_the_signed_one_is_refused(url, keyring, pushed, theirs, mine, tried, damage):
-    """`long` is installed without the cap of `read` and the digest; `flipped` without the digest in
-    `_download` and that in `Store.adopt`.
+    """Several checks stand in a row here: the cap of `read`, the length and digest in `_download`, and those in
+    `Store.adopt`. Each has a test of its own that fails without it.
     """
     name = f"blobs/{pushed.blob_digest}.zst"
     blob = theirs.blob_path(pushed).read_bytes()
@@ -193,10 +194,14 @@ def test_a_package_that_does_not_run_is_not_installed(url, keyring, pushed, mine
 
 
 def test_adopt_verifies_what_it_is_given(keyring, theirs, mine, tried):
-    """Without its own digest check, `Store.adopt` would file any blob under a signed manifest."""
+    """Without its own digest check, `Store.adopt` files another frame of the same package under the name of
+    this one, and nobody can read it.
+    """
     manifest = publish(theirs)
     blob = theirs.blob_path(manifest).read_bytes()
-    for bad in (blob[:-1], blob + b"x", blob[:-9] + bytes(9)):
+    other_frame = zstandard.ZstdCompressor(level=19, write_checksum=True).compress(fake_package())
+    assert other_frame != blob
+    for bad in (blob[:-1], blob + b"x", blob[:-9] + bytes(9), other_frame):
         with pytest.raises(CorruptArtifact):
             mine.adopt(manifest.to_bytes(), bad, b"", "memory://x")
     assert files_of(mine) == {}
