@@ -94,6 +94,10 @@ class Transport(ABC):
             yield
         except (FileNotFoundError, UserError):
             raise
+        except TimeoutError as error:
+            raise RemoteFault(
+                f"{self.url}/{name}: no answer in {self.patience.answer_s:.0f} s", "try again later"
+            ) from error
         # The layers below (fsspec, botocore, aiohttp) share no base class; all of it is the remote's fault.
         except Exception as error:
             what = str(error).strip().partition("\n")[0] or type(error).__name__

@@ -159,7 +159,7 @@ def test_a_good_pair_under_another_name_is_refused(url, keyring, pushed, theirs,
 
 @pytest.mark.parametrize("damage", ["absent", "short", "long", "flipped"])
 def test_a_blob_that_is_not_the_signed_one_is_refused(url, keyring, pushed, theirs, mine, tried, damage):
-    """Several checks stand in a row here: the cap of `read`, the length and digest in `_download`, and those in
+    """Several checks stand in a row here: the cap of `read`, length and digest in `_download`, and those in
     `Store.adopt`. Each has a test of its own that fails without it.
     """
     name = f"blobs/{pushed.blob_digest}.zst"

@@ -93,8 +93,8 @@ MODES = ("endless", "slow", "silent", "short", "cut", "html", "http500", "http50
 def test_a_remote_that_misbehaves_costs_little_and_is_asked_again(
     server: MisbehavingServer, remote, pushed, mine, mode, suffix
 ):
-    """Seen to fail: `endless` without the cap in `Transport.read`, `slow` if `_Deadline.left` never ends, `cut`
-    without the comparison of lengths and digests; all of them if the outcome were kept.
+    """Seen to fail: `endless` without the cap in `Transport.read`, `slow` if `_Deadline.left` never ends,
+    `cut` without the comparison of lengths and digests.
     """
     server.faults = Faults(mode, suffix)
     started = time.monotonic()
