@@ -163,7 +163,7 @@ class MisbehavingServer:
             time.sleep(0.05)
 
     def _silent(self, environ: dict[str, Any], start_response: Any) -> list[bytes]:
-        time.sleep(8)
+        time.sleep(4)
         return self._http500(environ, start_response)
 
     def _short(self, environ: dict[str, Any], start_response: Any) -> list[bytes]:
