@@ -199,8 +199,11 @@ def test_adopt_verifies_what_it_is_given(keyring, theirs, mine, tried):
     """
     manifest = publish(theirs)
     blob = theirs.blob_path(manifest).read_bytes()
-    other_frame = zstandard.ZstdCompressor(level=19, write_checksum=True).compress(fake_package())
-    assert other_frame != blob
+    content = fake_package()
+    stream = zstandard.ZstdCompressor(write_checksum=True).compressobj(size=len(content))
+    other_frame = stream.compress(content[:1000]) + stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    other_frame += stream.compress(content[1000:]) + stream.flush()
+    assert zstandard.decompress(other_frame) == content
     for bad in (blob[:-1], blob + b"x", blob[:-9] + bytes(9), other_frame):
         with pytest.raises(CorruptArtifact):
             mine.adopt(manifest.to_bytes(), bad, b"", "memory://x")

@@ -41,8 +41,10 @@ def fake_package(seed: int = 0, size: int = 300_000) -> bytes:
     """What passes for a package until somebody loads it."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("model/archive_format", "pt2")
-        file.writestr("model/data/aotinductor/model/x.so", random.Random(seed).randbytes(size))
+        # With a date of its own, a member makes the package another one every two seconds.
+        file.writestr(zipfile.ZipInfo("model/archive_format"), "pt2")
+        library = random.Random(seed).randbytes(size)
+        file.writestr(zipfile.ZipInfo("model/data/aotinductor/model/x.so"), library)
     return archive.getvalue()
 
 
