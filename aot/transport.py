@@ -231,18 +231,18 @@ class _S3(Transport):
         return f"{self._prefix}/{name}".lstrip("/")
 
     def _call(self, method: str, deadline: _Deadline, **arguments: Any) -> dict[str, Any]:
-        return self._s3.call_s3(method, Bucket=self._bucket, timeout=deadline.left(), **arguments)
+        try:
+            return self._s3.call_s3(method, Bucket=self._bucket, timeout=deadline.left(), **arguments)
+        except FileNotFoundError as error:
+            if _answer(error, "Error", "Code") == "NoSuchBucket":
+                raise RemoteFault(f"{self.url}: no such bucket", "check the address") from error
+            raise
 
     def _chunks(self, name: str, start: int, deadline: _Deadline) -> Generator[bytes]:
         from fsspec.asyn import sync
 
         rest = {"Range": f"bytes={start}-"} if start else {}
-        try:
-            body = self._call("get_object", deadline, Key=self._key(name), **rest)["Body"]
-        except FileNotFoundError as error:
-            if _answer(error, "Error", "Code") == "NoSuchBucket":
-                raise RemoteFault(f"{self.url}: no such bucket") from error
-            raise
+        body = self._call("get_object", deadline, Key=self._key(name), **rest)["Body"]
         try:
             while chunk := sync(self._s3.loop, body.read, CHUNK_BYTES, timeout=deadline.left()):
                 yield chunk
