@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from aot import cli_keys, cli_verify, console
+from aot import cli_keys, cli_share, cli_verify, console
+from aot.cli_share import remote_option
 from aot.cli_store import STORE_COMMANDS, show_checks, summary
 from aot.console import (
     CONTEXT,
@@ -149,6 +150,7 @@ def _or_dash(value: float | None) -> str:
         "dflash-aot build run.toml --buckets 512x32,1024x64 --jobs 2",
         "dflash-aot build run.toml --dry-run",
         "dflash-aot build run.toml --target cpu:x86-64-v3",
+        "dflash-aot build run.toml --remote s3://bucket/artifacts",
     )
 )
 @run_argument
@@ -173,6 +175,7 @@ def _or_dash(value: float | None) -> str:
     is_flag=True,
     help="Build everything twice in clean processes, publish nothing, and compare the bytes.",
 )
+@remote_option(help="Look here before compiling.")
 @click.option("--dry-run", is_flag=True, help="Show what would be built, and build nothing.")
 @lock_option
 @json_option
@@ -185,6 +188,7 @@ def build(
     jobs: int | None,
     target: str,
     check: bool,
+    remote_url: str | None,
     dry_run: bool,
     lock_path: Path,
     as_json: bool,
@@ -220,7 +224,11 @@ def build(
         return show_checks(checked, as_json)
     with console.Steps(len(requests), "build") as steps:
         results = build_all(
-            requests, store, jobs or _default_jobs(), progress=lambda event: _show(steps, event)
+            requests,
+            store,
+            jobs or _default_jobs(),
+            progress=lambda event: _show(steps, event),
+            lookup=cli_share.lookup(remote_url, store),
         )
     update_lock(lock_path, [result.manifest for result in results], whole=buckets_text is None)
     if as_json:
@@ -246,13 +254,22 @@ def _show(steps: console.Steps, event: BuildEvent) -> None:
         steps.say(f"building {event.request}")
     elif event.kind == "cached":
         steps.advance(f"{event.request} is there")
+    elif event.kind == "pulled":
+        steps.advance(f"{event.request} pulled from the remote")
     elif event.kind == "finished":
         steps.advance(f"{event.request} built in {took}")
     else:
         steps.advance(f"{event.request} failed after {took}")
 
 
-for command in (*STORE_COMMANDS, cli_keys.keys, cli_keys.sign, cli_verify.verify):
+for command in (
+    *STORE_COMMANDS,
+    cli_keys.keys,
+    cli_keys.sign,
+    cli_verify.verify,
+    cli_share.push,
+    cli_share.pull,
+):
     cli.add_command(command)
 
 

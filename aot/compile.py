@@ -78,7 +78,7 @@ class BuildRequest:
 
 @dataclass(frozen=True)
 class BuildResult:
-    """`cached`: the store had it and every byte is good, nothing was compiled."""
+    """`cached`: the store, or a remote, had it and every byte is good; nothing was compiled."""
 
     request: BuildRequest
     manifest: Manifest
@@ -98,7 +98,7 @@ class CheckResult:
 class BuildEvent:
     """For progress: `seconds` is the build's own time so far, `detail` what went wrong."""
 
-    kind: Literal["cached", "started", "finished", "failed"]
+    kind: Literal["cached", "pulled", "started", "finished", "failed"]
     request: BuildRequest
     seconds: float = 0.0
     detail: str = ""
@@ -121,10 +121,12 @@ def build(
     jobs: int = 1,
     build_root: Path | None = None,
     progress: Progress | None = None,
+    lookup: Callable[[KeyInputs], Manifest | None] | None = None,
 ) -> list[BuildResult]:
     """Build what the store lacks, `jobs` workers at a time, and return one result per request, in order.
 
     `build_root` (default: `build` inside the store) must stay the same for builds to be reproducible.
+    `lookup` may bring an artifact into the store instead of a build (`aot.remote.lookup`).
     Raises EnvironmentFault at once without a C++ compiler, BuildFailed after the other builds have ended;
     an exception, Ctrl-C included, kills all workers.
     """
@@ -139,6 +141,9 @@ def build(
         if manifest is not None:
             results[request] = BuildResult(request, manifest, 0.0, cached=True)
             report(BuildEvent("cached", request))
+        elif lookup is not None and (manifest := lookup(inputs)) is not None:
+            results[request] = BuildResult(request, manifest, 0.0, cached=True)
+            report(BuildEvent("pulled", request))
         else:
             waiting.append(_Worker(request, inputs, store, root))
     if waiting:

@@ -1,8 +1,10 @@
 """Where artifacts live: content-addressed blobs, and manifests that name them.
 
     blobs/<sha256 of the blob>.zst          the package, one zstd frame
-    manifests/<program>/<bucket>/<key>.json beside it, what else is known of it: <key>.sig, <key>.origin
+    manifests/<program>/<bucket>/<key>.json
+    manifests/<program>/<bucket>/<key>.sig, .origin     beside it: who vouches, and which remote it came from
     tmp/<uuid>/                             of one publisher, which holds the lock of its file `held`
+    incoming/<sha256 of the blob>           a download that is under way, or that a later one continues
     quarantine/                             packages that crashed when tried, and manifests of such
     lock                                    held while names appear or vanish
 
@@ -27,9 +29,11 @@ from typing import TYPE_CHECKING
 
 import zstandard
 
+from aot.archive import check_archive
 from aot.durable import CHUNK, give_name, make_folders, write_synced
 from aot.errors import CorruptArtifact, TrialCrashed, UserError
 from aot.manifest import MAX_MANIFEST_BYTES, KeyInputs, Manifest
+from aot.signing import ORIGIN_SUFFIX, SIGNATURE_SUFFIX, origin_document
 from aot.trust import check_trusted_folder, open_trusted
 
 if TYPE_CHECKING:
@@ -238,6 +242,31 @@ class Store:
                 f"name a store you can write: `--store DIR` or ${STORE_VARIABLE}",
             ) from error
 
+    def incoming_path(self, manifest: Manifest) -> Path:
+        """Where the download of a blob lies until it is installed, in a folder that only its owner writes."""
+        folder = self.root / "incoming"
+        make_folders(folder)
+        check_trusted_folder(folder)
+        return folder / manifest.blob_digest
+
+    def adopt(self, manifest_bytes: bytes, blob: bytes, signature: bytes, origin: str) -> Manifest:
+        """Add an artifact from the remote `origin`, whose signature the caller has checked.
+
+        Everything in it is verified and a child process tries it before it gets a name; its mark and its
+        signature are there before its manifest is. An intact artifact of the key wins, as in `publish`.
+        Raises CorruptArtifact, UserError if the store cannot be written, UntrustedArtifact if others can.
+        """
+        manifest = Manifest.parse(manifest_bytes)
+        place = Path("blobs", f"{manifest.blob_digest}.zst")
+        if len(blob) != manifest.blob_size or hashlib.sha256(blob).hexdigest() != manifest.blob_digest:
+            raise CorruptArtifact(f"{place}: its bytes are not those that were published")
+        package = _decompress(blob, manifest.package_size, place)
+        if hashlib.sha256(package).hexdigest() != manifest.package_digest:
+            raise CorruptArtifact(f"{place}: the package inside is not the one published")
+        check_archive(package, str(manifest))
+        beside = {ORIGIN_SUFFIX: origin_document(origin), SIGNATURE_SUFFIX: signature}
+        return self._add(manifest, package, blob, lambda path: _try_package(path, manifest), beside)
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock under which names appear and vanish. OSError if the store cannot be written."""
@@ -316,6 +345,14 @@ def _is_held(folder: Path) -> bool:
     finally:
         os.close(held)
     return False
+
+
+def _try_package(path: Path, manifest: Manifest) -> None:
+    """Have a child process load and run a private copy of a package."""
+    from aot.canary import Trial, try_packages
+
+    spec = manifest.key_inputs.call_spec
+    try_packages([Trial(str(manifest), str(path), spec, spec.device_type)])
 
 
 def _decompress(blob: bytes, size: int, path: Path) -> bytes:
