@@ -60,6 +60,8 @@ COMMANDS = (
     "keys trust",
     "keys revoke",
     "sign",
+    "push",
+    "pull",
 )
 HEAVY = ("torch", "transformers", "datasets", "wandb")
 
