@@ -73,12 +73,7 @@ def resolve(
     wanted = key_inputs(program, bucket, fingerprint)
     ranked = sorted(
         ((wanted.differences(manifest.key_inputs), manifest) for manifest in candidates),
-        # Of several that fit, the one that uses most of this machine's instructions.
-        key=lambda pair: (
-            len(pair[0]),
-            -len(pair[1].key_inputs.fingerprint.cpu_isa.split()),
-            pair[1].key,
-        ),
+        key=lambda pair: rank(*pair),
     )
     differences, nearest = ranked[0]
     if differences:
@@ -86,6 +81,17 @@ def resolve(
     if lock is None:
         return nearest
     return _locked([manifest for found, manifest in ranked if not found], lock, hint)
+
+
+def rank(
+    differences: Sequence[Difference], manifest: Manifest, locked: LockedArtifact | None = None
+) -> tuple[int, bool, int, str]:
+    """Sorts first what a run takes: the fewest differences; of those the locked one, else the one that uses
+    most of this machine's instructions.
+    """
+    instructions = manifest.key_inputs.fingerprint.cpu_isa.split()
+    other = locked is None or manifest.key != locked.key
+    return len(differences), other, -len(instructions), manifest.key
 
 
 def _locked(usable: Sequence[Manifest], lock: Lock, hint: str) -> Manifest:

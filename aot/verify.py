@@ -23,7 +23,7 @@ from aot.manifest import Difference
 from aot.policy import Policy, check_trust
 from aot.private import private_folder, process_folder
 from aot.recheck import ChildRequest, OutputError, RunSource, ask_child
-from aot.runtime import build_command, private_copy, shown
+from aot.runtime import build_command, private_copy, rank, shown
 from aot.source import source_files
 from aot.trace import key_inputs
 
@@ -172,19 +172,12 @@ def verify_run(
                 checks.append(Check(f"{program.name} {bucket}", "bytes", "unchecked", "no artifact", command))
             continue
         locked = lock.get((program.name, bucket)) if lock else None
-        differences, manifest = min(candidates, key=lambda pair: _rank(*pair, locked))
+        differences, manifest = min(candidates, key=lambda pair: rank(*pair, locked))
         session = _Session(store, manifest, command, policy)
         if lock is not None:
             checks.append(session.lock_check(lock))
         checks += session.run_checks(levels, differences, program, source, seed)
     return checks
-
-
-def _rank(
-    differences: Sequence[Difference], manifest: Manifest, locked: LockedArtifact | None
-) -> tuple[int, bool, str]:
-    """Sorts first what a run takes: the fewest differences, then the locked one."""
-    return len(differences), locked is None or manifest.key != locked.key, manifest.key
 
 
 def _manifest(store: Store, path: Path, command: str | None = None) -> tuple[Manifest | None, Check]:
