@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NoReturn
 
 import rfc8785
@@ -164,8 +164,8 @@ def canonical_json(document: Json) -> bytes:
 def _to_json(value: Any) -> Json:
     if isinstance(value, Bucket):
         return str(value)
-    if isinstance(value, (CallSpec, Fingerprint)):
-        return _to_json(asdict(value))
+    if isinstance(value, (CallSpec, TensorSpec, Fingerprint)):
+        return {field.name: _to_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {key: _to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -42,7 +42,7 @@ def answers_right(outputs: dict[str, torch.Tensor]) -> bool:
 
 @pytest.fixture
 def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "try_packages", lambda trials: None)
+    monkeypatch.setattr(runtime, "try_packages", lambda trials, **_: None)
 
 
 def mounted_read_only(store: Store, code: str, *arguments: object) -> str:
@@ -200,14 +200,15 @@ except OSError as error:
 def test_a_temporary_folder_that_is_no_good_is_told(
     toy_store: Store, tmp_path: Path, options: str, needed: tuple[str, ...]
 ) -> None:
-    """Row 26: the loader unpacks into TMPDIR. A double-free of torch, or a silence, would fail this."""
+    """Row 26: the loader unpacks into the private folder, by default in TMPDIR. A double-free of torch, or a
+    silence, would fail this."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("mounting needs root")
     folder, private = tmp_path / "tmp", tmp_path / "private"
     folder.mkdir()
     private.mkdir(mode=0o700)
     run = f"'{sys.executable}' -c \"$0\" '{toy_store.root}' '{private}'"
-    mount = f"mount -t tmpfs -o {options} tmpfs '{folder}'"
+    mount = f"mount -t tmpfs -o {options},mode=0700 tmpfs '{private}'"
     result = subprocess.run(
         ["unshare", "-m", "sh", "-c", f"{mount} && {run}", LOAD_IN_TMPDIR],
         env={**child_environment(), "TMPDIR": str(folder)},
