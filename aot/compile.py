@@ -247,14 +247,20 @@ def _fingerprint(device_type: str) -> Fingerprint:
 @contextmanager
 def _own_folder(folder: Path) -> Iterator[None]:
     """Hold and empty a build folder, removed after a good build; a second build of one key waits here."""
-    descriptor = os.open(f"{folder}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with _locked(folder.with_name(f"{folder.name}.lock")):
         shutil.rmtree(folder, ignore_errors=True)
         for name in ("tmp", "inductor", "triton"):
             (folder / name).mkdir(parents=True)
         yield
         shutil.rmtree(folder)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
     finally:
         os.close(descriptor)
 
@@ -278,7 +284,12 @@ def _build_one(request: BuildRequest, store: Store, folder: Path, key: str) -> N
         exported, package_path=str(package), inductor_configs=dict(inputs.compile_options)
     )
     compiled = time.monotonic()
-    _try_package(package, inputs)
+    if inputs.call_spec.device_type == "cuda":
+        # A trial needs a whole step's memory: one at a time, whoever builds beside it.
+        with _locked(folder.parent / "gpu.lock"):
+            _try_package(package, inputs)
+    else:
+        _try_package(package, inputs)
     record = {
         "nodes": str(len(exported.graph.nodes)),
         "python": inputs.fingerprint.python,
