@@ -28,8 +28,9 @@ demo: $(SETUP)  ## the whole product on a real model and real text, at most 15 m
 test: $(SETUP)  ## at most 20 minutes on 2 cores
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not long and not gpu"
 
-test-long: $(SETUP)  ## the full numbers
+test-long: $(SETUP)  ## the full numbers, and the demonstration with 20 decoded prompts
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not gpu"
+	DEMO_PROMPTS=20 $(BIN)/python scripts/demo/run.py
 
 check: $(SETUP)
 	$(BIN)/ruff check .

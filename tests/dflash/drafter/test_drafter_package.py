@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from aot.buckets import Bucket
-from dflash.config import load_config
+from dflash.config import TrainConfig, load_config
+from dflash.drafter import step
 from dflash.drafter.programs import make_programs
+from dflash.train.optimizer import Replica
 from tests.support.drafter import BUCKET, example, package_file, run_eager, run_package
 from tests.support.oracle import oracle_step, relative_errors
 from tests.support.tiny_run import RUN_FILE
@@ -51,12 +53,45 @@ def assert_near_oracle(path, program, inputs, bucket, capsys, loss=None):
         assert error <= max(1e-5, 1.5 * twin[name]), name
 
 
+def trained(path, program, bucket, steps):
+    """Parameters after some AdamW steps of the package on one batch."""
+    config = TrainConfig(lr=3e-3)
+    inputs = example(program, 1, bucket)
+    replica = Replica(step.parameters_of(inputs), torch.float32, torch.device("cpu"))
+    losses = []
+    for update in range(1, steps + 1):
+        outputs = run_package(path, program, inputs | with_parameters(replica.params), bucket)
+        grads = {name: outputs[f"grad.{name}"] / outputs["anchors"] for name in replica.params}
+        replica.step(grads, update, config.lr, config)
+        losses.append((outputs["loss"] / outputs["anchors"]).item())
+    assert losses[-1] < losses[0]
+    return replica.params
+
+
+def with_hits(program, inputs):
+    """The batch with every other slot labelled as the drafter says, but where that changes an anchor."""
+    hidden_ASH = step.block_hidden(program.config, step.parameters_of(inputs), inputs)[:, 1:]
+    said_AS = (hidden_ASH @ inputs["lm_head"].T).argmax(-1)
+    slot_S = torch.arange(1, program.config.block_size)
+    position_AS = (inputs["anchors"].long()[:, None] + slot_S).clamp(max=len(inputs["input_ids"]) - 1)
+    chosen_AS = (slot_S % 2 == 0) & ~torch.isin(position_AS, inputs["anchors"].long())
+    input_ids = inputs["input_ids"].clone()
+    input_ids[position_AS[chosen_AS]] = said_AS[chosen_AS]
+    return inputs | {"input_ids": input_ids}
+
+
+def with_parameters(params):
+    return {f"{step.PARAMETER_PREFIX}{name}": tensor for name, tensor in params.items()}
+
+
 @pytest.mark.parametrize("overrides", [(), SLIDING], ids=["full, gamma", "sliding, dpace"])
 def test_tiny_train_step_equals_the_oracle(overrides, tiny, tmp_path, capsys):
     program = programs(tiny, *overrides)["train_step"]
     path = package_file(tiny, overrides, "train_step", BUCKET, tmp_path)
     for seed in (1, 2):
         assert_near_oracle(path, program, example(program, seed), BUCKET, capsys)
+    fresh = example(program, 3) | with_parameters(trained(path, program, BUCKET, steps=30))
+    assert_near_oracle(path, program, with_hits(program, fresh), BUCKET, capsys)
 
 
 def test_one_package_serves_every_weighting_of_the_loss(tiny, tmp_path, capsys):
@@ -115,6 +150,9 @@ def test_demo_bucket_equals_the_oracle(name, bucket, tmp_path, capsys):
     bucket, program = Bucket.parse(bucket), programs(RECIPE)[name]
     path = package_file(RECIPE, (), name, bucket, tmp_path)
     assert_near_oracle(path, program, example(program, 1, bucket), bucket, capsys)
+    if name == "train_step":
+        fresh = example(program, 2, bucket) | with_parameters(trained(path, program, bucket, steps=10))
+        assert_near_oracle(path, program, with_hits(program, fresh), bucket, capsys)
 
 
 def test_no_kernel_computes_under_a_mask(tiny, tmp_path):
