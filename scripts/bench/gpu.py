@@ -46,6 +46,8 @@ LADDER = (
 )
 
 Step = Callable[[dict[str, torch.Tensor]], object]
+#: Shape, way, what is recomputed.
+Case = tuple[Shape, str, str]
 
 
 def note(text: str) -> None:
@@ -159,18 +161,16 @@ def requests(shape: Shape, recompute: str, buckets: tuple[str, ...]) -> list[Bui
     return [BuildRequest(FACTORY, RECIPE, changes, "train_step", bucket) for bucket in buckets]
 
 
-def build_all(shapes: list[Shape], recomputes: list[str], store: Store, jobs: int) -> dict[str, Any]:
-    """Build what the run needs and the eight buckets of the reference recipe, `jobs` at a time."""
+def build_all(cases: list[Case], ladder: bool, store: Store, jobs: int) -> dict[str, Any]:
+    """Build what the cases need, with `ladder` eight buckets of the reference recipe too, `jobs` at a time."""
     wanted = [
         request
-        for shape in shapes
-        for recompute in recomputes
-        for request in requests(
-            shape,
-            recompute,
-            LADDER if shape.name == "reference" and recompute == recomputes[0] else (str(shape.bucket),),
-        )
+        for shape, way, recompute in cases
+        if way == "c"
+        for request in requests(shape, recompute, (str(shape.bucket),))
     ]
+    if ladder:
+        wanted += requests(SHAPES["reference"], "activations", LADDER)
     begun = time.perf_counter()
     results = build(
         wanted, store, jobs, progress=lambda e: note(f"{e.kind} {e.request} {e.seconds:.0f} s {e.detail}")
@@ -193,15 +193,9 @@ def load_seconds(shape: Shape, recompute: str, store: Store) -> float:
     return time.perf_counter() - begun
 
 
-def run(shapes: list[Shape], recomputes: list[str], folder: Path, jobs: int) -> dict[str, Any]:
+def run(cases: list[Case], ladder: bool, folder: Path, jobs: int) -> dict[str, Any]:
     store = Store(folder / "store")
     folder.mkdir(parents=True, exist_ok=True)
-    cases = [
-        (shape, way, recompute)
-        for shape in shapes
-        for way in WAYS
-        for recompute in (recomputes if way == "c" else recomputes[:1])
-    ]
     children = {}
     for shape, way, recompute in cases:
         turn = folder / f"{shape.name}-{way}-{recompute}.turn"
@@ -219,7 +213,7 @@ def run(shapes: list[Shape], recomputes: list[str], folder: Path, jobs: int) -> 
     report: dict[str, Any] = {
         "machine": torch.cuda.get_device_name(0),
         "torch": torch.__version__,
-        "build": build_all(shapes, recomputes, store, jobs),
+        "build": build_all(cases, ladder, store, jobs),
         "shapes": {},
     }
     report["matmul_tflops"] = matmul_tflops()
@@ -227,11 +221,11 @@ def run(shapes: list[Shape], recomputes: list[str], folder: Path, jobs: int) -> 
         turn.touch()
         output, _ = child.communicate()
         row = json.loads(output) if child.returncode == 0 else {"error": f"exit code {child.returncode}"}
-        note(f"{shape.name}: {row}")
+        note(f"{shape.name}: {json.dumps(row)}")
         report["shapes"].setdefault(shape.name, []).append(row)
     report["matmul_tflops_after"] = matmul_tflops()
-    if any(shape.name == "reference" for shape in shapes):
-        report["load_8_s"] = load_seconds(SHAPES["reference"], recomputes[0], store)
+    if ladder:
+        report["load_8_s"] = load_seconds(SHAPES["reference"], "activations", store)
     return report
 
 
@@ -263,8 +257,14 @@ def print_report(report: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--recomputes", default="activations,none")
+    parser.add_argument(
+        "--cases",
+        default=" ".join(
+            f"{shape}:{way}" for shape in SHAPES for way in (*WAYS, "c:activations", "c:layers")
+        ),
+        help="SHAPE:WAY[:RECOMPUTE], separated by blanks",
+    )
+    parser.add_argument("--no-ladder", action="store_true", help="do not build and load eight buckets")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench-gpu"))
     parser.add_argument("--output", type=Path, default=Path("runs/bench-gpu/report.json"))
     parser.add_argument("--jobs", type=int, default=8)
@@ -277,8 +277,11 @@ def main() -> None:
         store, shape = Store(arguments.folder / "store"), SHAPES[arguments.shape]
         print(json.dumps(measure_way(arguments.one, shape, arguments.recompute, store, turn)))
         return
-    shapes = [SHAPES[name] for name in arguments.shapes.split(",")]
-    report = run(shapes, arguments.recomputes.split(","), arguments.folder, arguments.jobs)
+    cases: list[Case] = []
+    for text in arguments.cases.split():
+        name, way, *recompute = text.split(":")
+        cases.append((SHAPES[name], way, *(recompute or ["none"])))
+    report = run(cases, not arguments.no_ladder, arguments.folder, arguments.jobs)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(report, indent=1))
     print_report(report)
