@@ -34,7 +34,7 @@ GRADIENT_TILE, GRADIENT_STEPS = 1024, 8
 WARPS = 4
 #: Stands for -inf, whose difference with itself is NaN.
 LOWEST = -1e30
-#: Rows of the float32 tensor that `row_statistics` returns.
+#: Rows of the float32 tensor that `row_statistics` returns; the lse are relative to the label's logit.
 STATISTICS = ("ce", "kl", "entropy", "correct", "lse", "tempered_lse", "teacher_lse")
 #: Rows of the float32 tensor that `logit_gradient` takes.
 SCALES = ("ce", "kl", "cap")
@@ -43,6 +43,12 @@ SCALES = ("ce", "kl", "cap")
 @triton.jit
 def _load_logits(pointer, inside, LOWEST: tl.constexpr):
     return tl.maximum(tl.load(pointer, mask=inside, other=LOWEST).to(tl.float32), LOWEST)
+
+
+@triton.jit
+def _origin(logit, LOWEST: tl.constexpr):
+    """What a row's logits are taken relative to, so that a common offset costs no digits: the label's logit."""
+    return tl.where(logit > LOWEST, logit, 0.0)
 
 
 @triton.jit
@@ -60,6 +66,9 @@ def _row_statistics(
     inverse = 1.0 / tl.load(temperature_ptr).to(tl.float32)
     start = row.to(tl.int64) * V
     label_logit = _load_logits(logits_ptr + start + label, True, LOWEST)
+    zero_z = _origin(label_logit, LOWEST)
+    zero_y = _origin(_load_logits(teacher_ptr + start + label, True, LOWEST), LOWEST)
+    label_logit -= zero_z
     lane = tl.arange(0, PARTS)[:, None] * TILE + tl.arange(0, TILE)[None, :]
     best = tl.full([TILE], LOWEST, tl.float32)
     best_teacher = tl.full([TILE], LOWEST, tl.float32)
@@ -72,8 +81,8 @@ def _row_statistics(
     earlier = tl.zeros([TILE], tl.int32)
     for first in range(0, V, PARTS * TILE):
         column = first + lane
-        z = _load_logits(logits_ptr + start + column, column < V, LOWEST)
-        y = _load_logits(teacher_ptr + start + column, column < V, LOWEST)
+        z = _load_logits(logits_ptr + start + column, column < V, LOWEST) - zero_z
+        y = _load_logits(teacher_ptr + start + column, column < V, LOWEST) - zero_y
         earlier += tl.sum(((z == label_logit) & (column < label)).to(tl.int32), axis=0)
 
         now = tl.maximum(best, tl.max(z, axis=0))
@@ -121,6 +130,8 @@ def _logit_gradient(
     start = row.to(tl.int64) * V
     label = tl.load(label_ptr + row)
     inverse = 1.0 / tl.load(temperature_ptr).to(tl.float32)
+    zero_z = _origin(_load_logits(logits_ptr + start + label, True, LOWEST), LOWEST)
+    zero_y = _origin(_load_logits(teacher_ptr + start + label, True, LOWEST), LOWEST)
     ce_scale = tl.load(scales_ptr + row)
     kl_scale = tl.load(scales_ptr + R + row)
     cap_scale = tl.load(scales_ptr + 2 * R + row)
@@ -134,8 +145,8 @@ def _logit_gradient(
     first = tl.program_id(1) * (TILE * STEPS)
     for step in range(STEPS):
         column = first + step * TILE + tl.arange(0, TILE)
-        z = _load_logits(logits_ptr + start + column, column < readable, LOWEST)
-        y = _load_logits(teacher_ptr + start + column, column < readable, LOWEST)
+        z = _load_logits(logits_ptr + start + column, column < readable, LOWEST) - zero_z
+        y = _load_logits(teacher_ptr + start + column, column < readable, LOWEST) - zero_y
         p = tl.exp(z - lse)
         q = tl.exp(z * inverse - tempered_lse)
         t = tl.exp(y * inverse - teacher_lse)

@@ -162,7 +162,7 @@ def requests(shape: Shape, recompute: str, buckets: tuple[str, ...]) -> list[Bui
 
 
 def build_all(cases: list[Case], ladder: bool, store: Store, jobs: int) -> dict[str, Any]:
-    """Build what the cases need, with `ladder` eight buckets of the reference recipe too, `jobs` at a time."""
+    """Build what the cases need (`ladder`: eight buckets of the reference recipe too), `jobs` at a time."""
     wanted = [
         request
         for shape, way, recompute in cases
