@@ -96,7 +96,7 @@ class LossConfig(Section):
         default=2048, gt=0, description="rows of logits held at once; at most 16 chunks"
     )
     fused: bool = Field(
-        default=True, description="with attention 'flex': Triton kernels read the logits twice and no more"
+        default=False, description="with attention 'flex': Triton kernels read the logits twice and no more"
     )
 
     def fused_on(self, attention: str) -> bool:

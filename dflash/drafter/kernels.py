@@ -47,7 +47,7 @@ def _load_logits(pointer, inside, LOWEST: tl.constexpr):
 
 @triton.jit
 def _origin(logit, LOWEST: tl.constexpr):
-    """What a row's logits are taken relative to, so that a common offset costs no digits: the label's logit."""
+    """What logits are taken relative to, so that a common offset costs no digits: the label's."""
     return tl.where(logit > LOWEST, logit, 0.0)
 
 
