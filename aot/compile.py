@@ -323,14 +323,20 @@ def _fingerprint(device_type: str) -> Fingerprint:
 @contextmanager
 def _own_folder(folder: Path) -> Iterator[None]:
     """Hold and empty a build folder, removed after a good build; a second build of one key waits here."""
-    descriptor = os.open(f"{folder}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with _locked(folder.with_name(f"{folder.name}.lock")):
         shutil.rmtree(folder, ignore_errors=True)
         for name in ("tmp", "inductor", "triton"):
             (folder / name).mkdir(parents=True)
         yield
         shutil.rmtree(folder)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
     finally:
         os.close(descriptor)
 
@@ -371,15 +377,23 @@ def _build_one(
         **{name.lower(): value for name, value in DETERMINISTIC_VARIABLES.items()},
     }
     return store.publish(
-        package, inputs, graph_hash(exported), record, trial=lambda path: _try_package(path, inputs)
+        package,
+        inputs,
+        graph_hash(exported),
+        record,
+        trial=lambda path: _try_package(path, inputs, folder.parent / "gpu.lock"),
     )
 
 
-def _try_package(package: Path, inputs: KeyInputs) -> None:
+def _try_package(package: Path, inputs: KeyInputs, gpu_lock: Path) -> None:
+    """Try a package. One for a GPU takes a whole step's memory there: only one at a time."""
     spec = inputs.call_spec
     trial = Trial(f"{inputs.program} {inputs.bucket}", str(package), spec, spec.device_type)
-    thread_counts = CANARY_THREADS if spec.device_type == "cpu" else (1,)
-    for threads in thread_counts:
+    if spec.device_type == "cuda":
+        with _locked(gpu_lock):
+            try_packages([trial])
+        return
+    for threads in CANARY_THREADS:
         try_packages([trial], {"OMP_NUM_THREADS": str(threads)})
 
 

@@ -113,6 +113,9 @@ def trace(program: Program, bucket: Bucket, device_type: str | None = None) -> E
     with fake_mode:
         inputs = [_empty(tensor, device_type or spec.device_type) for tensor in spec.inputs]
     graph = make_fx(program.function(bucket), tracing_mode="real")(*inputs)
+    # What was computed and not used, such as the last product of a recomputed function.
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
     _check_outputs(program, bucket, graph)
 
     class Step(torch.nn.Module):

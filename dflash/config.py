@@ -53,6 +53,10 @@ class DrafterConfig(Section):
     )
     attention: Literal["sdpa", "flex"] = "sdpa"
     dtype: Literal["float32", "bfloat16"] = "float32"
+    recompute: Literal["none", "activations", "layers"] = Field(
+        default="none",
+        description="what the backward computes again to save memory: norms and gates, or whole layers",
+    )
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> "DrafterConfig":
@@ -91,6 +95,13 @@ class LossConfig(Section):
     max_chunk_rows: int = Field(
         default=2048, gt=0, description="rows of logits held at once; at most 16 chunks"
     )
+    fused: bool = Field(
+        default=False, description="with attention 'flex': Triton kernels read the logits twice and no more"
+    )
+
+    def fused_on(self, attention: str) -> bool:
+        """Whether the loss of a program with this attention runs through the Triton operators."""
+        return self.fused and attention == "flex"
 
 
 class DataConfig(Section):

@@ -119,12 +119,115 @@ def block_loss(
     correct_AS = (logits_RV.argmax(-1).view(shape) == slots.label_AS) & slots.supervised_AS
 
     weight_AS = slot_weights(config, weights, ce_AS, slots.supervised_AS)
+    return _weighted(weight_AS, ce_AS, kl_AS, entropy_AS, correct_AS, weights)
+
+
+def _weighted(
+    weight_AS: Tensor,
+    ce_AS: Tensor,
+    kl_AS: Tensor,
+    entropy_AS: Tensor,
+    correct_AS: Tensor,
+    weights: Mapping[str, Tensor],
+) -> BlockLoss:
     ce = (weight_AS * ce_AS).sum()
     kl = (weight_AS * kl_AS).sum()
     cap = (torch.where(correct_AS, weight_AS, 0.0) * entropy_AS).sum()
     loss = (
         (1 - weights["kl_weight"]) * ce
-        + weights["kl_weight"] * temperature**2 * kl
+        + weights["kl_weight"] * weights["temperature"] ** 2 * kl
         + weights["cap_weight"] * cap
     )
     return BlockLoss(loss, ce, kl, cap, ce_AS, correct_AS)
+
+
+def loss_and_gradient(
+    config: LossConfig,
+    hidden_ASH: Tensor,
+    teacher_hidden_TH: Tensor,
+    lm_head_VH: Tensor,
+    slots: Slots,
+    weights: Mapping[str, Tensor],
+) -> tuple[BlockLoss, Tensor]:
+    """`block_loss` and the gradient of its loss by `hidden_ASH`, by autograd."""
+    leaf = hidden_ASH.detach().requires_grad_()
+    part = block_loss(config, leaf, teacher_hidden_TH, lm_head_VH, slots, weights)
+    return part, torch.autograd.grad(part.loss, leaf)[0]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What the Triton operators work on: one row of logits per slot, and what was summed over it."""
+
+    logits_RV: Tensor
+    teacher_RV: Tensor
+    label_R: Tensor
+    statistics_7R: Tensor
+    weight_AS: Tensor
+    loss: BlockLoss
+
+
+def _fused(
+    config: LossConfig,
+    hidden_ASH: Tensor,
+    teacher_hidden_TH: Tensor,
+    lm_head_VH: Tensor,
+    slots: Slots,
+    weights: Mapping[str, Tensor],
+) -> _Rows:
+    # Late: Triton is there on GPU machines only.
+    from dflash.drafter.kernels import STATISTICS, row_statistics
+
+    logits_RV = F.linear(hidden_ASH.detach().flatten(0, 1), lm_head_VH)
+    teacher_RV = F.linear(teacher_hidden_TH[slots.teacher_index_AS.flatten()], lm_head_VH)
+    label_R, supervised_R = slots.label_AS.flatten(), slots.supervised_AS.flatten()
+    statistics_7R = row_statistics(logits_RV, teacher_RV, label_R, supervised_R, weights["temperature"])
+    per_slot = dict(zip(STATISTICS, statistics_7R.view(-1, *slots.label_AS.shape).unbind(), strict=True))
+    weight_AS = slot_weights(config, weights, per_slot["ce"], slots.supervised_AS)
+    loss = _weighted(
+        weight_AS, per_slot["ce"], per_slot["kl"], per_slot["entropy"], per_slot["correct"] > 0, weights
+    )
+    return _Rows(logits_RV, teacher_RV, label_R, statistics_7R, weight_AS, loss)
+
+
+def fused_block_loss(
+    config: LossConfig,
+    hidden_ASH: Tensor,
+    teacher_hidden_TH: Tensor,
+    lm_head_VH: Tensor,
+    slots: Slots,
+    weights: Mapping[str, Tensor],
+) -> BlockLoss:
+    """`block_loss` through the Triton operators: logits in the head's dtype, sums over V in float32."""
+    return _fused(config, hidden_ASH, teacher_hidden_TH, lm_head_VH, slots, weights).loss
+
+
+def fused_loss_and_gradient(
+    config: LossConfig,
+    hidden_ASH: Tensor,
+    teacher_hidden_TH: Tensor,
+    lm_head_VH: Tensor,
+    slots: Slots,
+    weights: Mapping[str, Tensor],
+) -> tuple[BlockLoss, Tensor]:
+    """`loss_and_gradient` through the Triton operators; the gradient is in closed form."""
+    from dflash.drafter.kernels import logit_gradient
+
+    rows = _fused(config, hidden_ASH, teacher_hidden_TH, lm_head_VH, slots, weights)
+    temperature, kl_weight = weights["temperature"], weights["kl_weight"]
+    scales_3AS = torch.stack(
+        (
+            (1 - kl_weight) * rows.weight_AS,
+            kl_weight * temperature * rows.weight_AS,
+            weights["cap_weight"] * torch.where(rows.loss.correct_AS, rows.weight_AS, 0.0),
+        )
+    )
+    gradient_RV = logit_gradient(
+        rows.logits_RV,
+        rows.teacher_RV,
+        rows.label_R,
+        temperature,
+        rows.statistics_7R,
+        scales_3AS.flatten(1),
+    )
+    return rows.loss, (gradient_RV @ lm_head_VH).view_as(hidden_ASH)

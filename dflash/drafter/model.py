@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from dflash.drafter.attention import Attend, sdpa
 from dflash.drafter.block_mask import mask_rule
+from dflash.drafter.recompute import called, recomputed
 
 if TYPE_CHECKING:
     from dflash.config import DrafterConfig
@@ -102,20 +104,33 @@ def _rotate(x: Tensor, rope: Rope) -> Tensor:
     return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * signed_sin
 
 
+def layer_weights(params: Parameters, layer: int) -> dict[str, Tensor]:
+    """Return one layer's parameters, by the name inside the layer: `self_attn.q_proj`, `mlp.up_proj`, ..."""
+    prefix = f"layers.{layer}."
+    return {
+        name.removeprefix(prefix).removesuffix(".weight"): tensor
+        for name, tensor in params.items()
+        if name.startswith(prefix)
+    }
+
+
 def _heads(config: DrafterConfig, x_SN: Tensor) -> Tensor:
-    """[S, heads * D] -> [S, heads, D]."""
-    return x_SN.view(x_SN.shape[0], -1, config.head_dim)
+    """[S, heads * D] -> [heads, S, D]."""
+    return x_SN.view(x_SN.shape[0], -1, config.head_dim).transpose(0, 1)
+
+
+def _placed(config: DrafterConfig, x_SN: Tensor, norm_weight_D: Tensor, rope_S: Rope) -> Tensor:
+    """Split queries or keys into heads, norm each and rotate it to its position: [heads, S, D]."""
+    return _rotate(rms_norm(_heads(config, x_SN), norm_weight_D, config.rms_norm_eps), rope_S)
 
 
 def keys_values(
-    config: DrafterConfig, params: Parameters, layer: int, states_SH: Tensor, rope_S: Rope
+    config: DrafterConfig, weight: Parameters, states_SH: Tensor, rope_S: Rope
 ) -> tuple[Tensor, Tensor]:
     """Return one layer's keys and values [kv_heads, S, D]; the same weights serve context and block."""
-    name = f"layers.{layer}.self_attn."
-    key = _heads(config, F.linear(states_SH, params[name + "k_proj.weight"]))
-    value = _heads(config, F.linear(states_SH, params[name + "v_proj.weight"]))
-    key = rms_norm(key, params[name + "k_norm.weight"], config.rms_norm_eps).transpose(0, 1)
-    return _rotate(key, rope_S), value.transpose(0, 1)
+    key_SN = F.linear(states_SH, weight["self_attn.k_proj"])
+    value_SN = F.linear(states_SH, weight["self_attn.v_proj"])
+    return _placed(config, key_SN, weight["self_attn.k_norm"], rope_S), _heads(config, value_SN)
 
 
 def context_states(config: DrafterConfig, params: Parameters, features_TF: Tensor) -> Tensor:
@@ -124,29 +139,40 @@ def context_states(config: DrafterConfig, params: Parameters, features_TF: Tenso
     return rms_norm(fused_TH, params["hidden_norm.weight"], config.rms_norm_eps)
 
 
+def _norm_linear(eps: float, x: Tensor, norm_weight: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    normed = rms_norm(x, norm_weight, eps)
+    return tuple(F.linear(normed, weight) for weight in weights)
+
+
+def _swiglu(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(F.silu(gate) * up, weight)
+
+
 def decoder_layer(
     config: DrafterConfig,
-    params: Parameters,
-    layer: int,
+    weight: Parameters,
     hidden_QH: Tensor,
     rope_Q: Rope,
     context_kv: tuple[Tensor, Tensor],
     attend: Attend,
 ) -> Tensor:
-    """Run one layer on the block slots; the context enters through its keys and values only."""
-    name = f"layers.{layer}."
-    x_QH = rms_norm(hidden_QH, params[name + "input_layernorm.weight"], config.rms_norm_eps)
-    query = _heads(config, F.linear(x_QH, params[name + "self_attn.q_proj.weight"]))
-    query = rms_norm(query, params[name + "self_attn.q_norm.weight"], config.rms_norm_eps).transpose(0, 1)
-    block_kv = keys_values(config, params, layer, x_QH, rope_Q)
-    key, value = (torch.cat(pair, dim=1) for pair in zip(context_kv, block_kv, strict=True))
-    mixed_QN = attend(_rotate(query, rope_Q), key, value).transpose(0, 1).reshape(x_QH.shape[0], -1)
-    hidden_QH = hidden_QH + F.linear(mixed_QN, params[name + "self_attn.o_proj.weight"])
+    """Run one layer on the block slots; the context enters through its keys and values only.
 
-    x_QH = rms_norm(hidden_QH, params[name + "post_attention_layernorm.weight"], config.rms_norm_eps)
-    gate_QF = F.silu(F.linear(x_QH, params[name + "mlp.gate_proj.weight"]))
-    inner_QF = gate_QF * F.linear(x_QH, params[name + "mlp.up_proj.weight"])
-    return hidden_QH + F.linear(inner_QF, params[name + "mlp.down_proj.weight"])
+    `weight` is what `layer_weights` returns.
+    """
+    run = recomputed if config.recompute == "activations" else called
+    norm_linear = partial(_norm_linear, config.rms_norm_eps)
+    projections = [weight[f"self_attn.{name}_proj"] for name in "qkv"]
+    query_QN, key_QN, value_QN = run(norm_linear, hidden_QH, weight["input_layernorm"], *projections)
+    block_kv = (_placed(config, key_QN, weight["self_attn.k_norm"], rope_Q), _heads(config, value_QN))
+    key, value = (torch.cat(pair, dim=1) for pair in zip(context_kv, block_kv, strict=True))
+    query = _placed(config, query_QN, weight["self_attn.q_norm"], rope_Q)
+    mixed_QN = attend(query, key, value).transpose(0, 1).reshape(hidden_QH.shape[0], -1)
+    hidden_QH = hidden_QH + F.linear(mixed_QN, weight["self_attn.o_proj"])
+
+    projections = [weight["mlp.gate_proj"], weight["mlp.up_proj"]]
+    gate_QF, up_QF = run(norm_linear, hidden_QH, weight["post_attention_layernorm"], *projections)
+    return hidden_QH + run(_swiglu, gate_QF, up_QF, weight["mlp.down_proj"])
 
 
 def forward(
@@ -166,10 +192,17 @@ def forward(
     context_TH = context_states(config, params, features_TF)
     rope_T = rope(config, position_T, context_TH.dtype)
     rope_Q = rope(config, position_Q, context_TH.dtype)
+    run = recomputed if config.recompute == "layers" else called
     hidden_QH = block_embeds_QH
     for i, layer_type in enumerate(config.resolved_layer_types):
-        context_kv = keys_values(config, params, i, context_TH, rope_T)
-        hidden_QH = decoder_layer(config, params, i, hidden_QH, rope_Q, context_kv, attend[layer_type])
+        weight = layer_weights(params, i)
+
+        def layer(hidden_QH, context_TH, *weights, names=tuple(weight), attend=attend[layer_type]):
+            weight = dict(zip(names, weights, strict=True))
+            context_kv = keys_values(config, weight, context_TH, rope_T)
+            return decoder_layer(config, weight, hidden_QH, rope_Q, context_kv, attend)
+
+        hidden_QH = run(layer, hidden_QH, context_TH, *weight.values())
     return rms_norm(hidden_QH, params["norm.weight"], config.rms_norm_eps)
 
 
@@ -225,6 +258,7 @@ def draft_block(
     }
     hidden_BH = block_embeds_BH
     for i, layer_type in enumerate(config.resolved_layer_types):
-        context_kv = cache.append(i, keys_values(config, params, i, context_NH, rope_N))
-        hidden_BH = decoder_layer(config, params, i, hidden_BH, rope_B, context_kv, attend[layer_type])
+        weight = layer_weights(params, i)
+        context_kv = cache.append(i, keys_values(config, weight, context_NH, rope_N))
+        hidden_BH = decoder_layer(config, weight, hidden_BH, rope_B, context_kv, attend[layer_type])
     return rms_norm(hidden_BH, params["norm.weight"], config.rms_norm_eps)

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from dflash.drafter.attention import make_attend
 from dflash.drafter.block_mask import mask_rule
-from dflash.drafter.loss import BlockLoss, Slots, block_loss, chunks, slots
+from dflash.drafter.loss import (
+    BlockLoss,
+    Slots,
+    block_loss,
+    chunks,
+    fused_block_loss,
+    fused_loss_and_gradient,
+    loss_and_gradient,
+    slots,
+)
 from dflash.drafter.model import Parameters, forward
 
 if TYPE_CHECKING:
@@ -78,15 +87,15 @@ def train_step(config: DrafterConfig, loss: LossConfig, inputs: Mapping[str, Ten
     params = {name: value.detach().requires_grad_() for name, value in parameters_of(inputs).items()}
     hidden_ASH = block_hidden(config, params, inputs)[:, 1:]
     targets = slots(inputs, config.block_size)
+    # The head's gradient is taken chunk by chunk, so that only one chunk's logits are alive.
+    of_chunk = fused_loss_and_gradient if loss.fused_on(config.attention) else loss_and_gradient
     parts, hidden_grads = [], []
     for chunk in chunks(*targets.label_AS.shape, loss.max_chunk_rows):
-        # The head's gradient is taken chunk by chunk, so that only one chunk's logits are alive.
-        leaf = hidden_ASH[chunk].detach().requires_grad_()
-        part = block_loss(
-            loss, leaf, inputs["teacher_hidden"], inputs["lm_head"], targets.rows(chunk), inputs
+        part, hidden_grad = of_chunk(
+            loss, hidden_ASH[chunk], inputs["teacher_hidden"], inputs["lm_head"], targets.rows(chunk), inputs
         )
-        hidden_grads += torch.autograd.grad(part.loss, leaf)
         parts.append(part)
+        hidden_grads.append(hidden_grad)
     grads = torch.autograd.grad(hidden_ASH, tuple(params.values()), torch.cat(hidden_grads))
     named = {f"grad.{name}": grad for name, grad in zip(params, grads, strict=True)}
     return _metrics(parts, targets, inputs) | named
@@ -97,8 +106,9 @@ def eval_step(config: DrafterConfig, loss: LossConfig, inputs: Mapping[str, Tens
     """Return loss sums and metrics, and per anchor the unweighted CE sum and the supervised slots."""
     hidden_ASH = block_hidden(config, parameters_of(inputs), inputs)[:, 1:]
     targets = slots(inputs, config.block_size)
+    of_chunk = fused_block_loss if loss.fused_on(config.attention) else block_loss
     parts = [
-        block_loss(
+        of_chunk(
             loss, hidden_ASH[chunk], inputs["teacher_hidden"], inputs["lm_head"], targets.rows(chunk), inputs
         )
         for chunk in chunks(*targets.label_AS.shape, loss.max_chunk_rows)
