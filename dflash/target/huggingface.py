@@ -8,6 +8,7 @@ mask: with causal attention, and with linear attention alike, what lies right of
 from __future__ import annotations
 
 import hashlib
+import importlib
 import inspect
 import threading
 from dataclasses import dataclass, field
@@ -19,16 +20,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aot.errors import ConfigError
+from aot.errors import ConfigError, EnvironmentFault
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from transformers import Cache, PreTrainedModel
+    from transformers import Cache, PretrainedConfig, PreTrainedModel
 
     from dflash.config import DrafterConfig, TargetConfig
 
 FINAL_NORM = -1
+#: Share of a target batch that may be padding.
+MAX_PADDING = 0.05
 HASHED_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
 #: How far logits may be from lm_head(final norm), relative to the largest: rounding of one matrix product.
 HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -64,6 +67,7 @@ class HuggingFaceTarget:
                 f"target.model '{config.model}' cannot be loaded: {str(error).splitlines()[0]}",
                 "name a folder with config.json and safetensors, or a hub model that is downloaded",
             ) from None
+        check_fast_kernels(model.config, device)
         return cls(model.to(device), tuple(layer_ids), device, _local_folder(config.model))
 
     def __post_init__(self) -> None:
@@ -142,9 +146,16 @@ class HuggingFaceTarget:
     def features(self, documents: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Run whole documents; return (features [length, n*H], final hidden [length, H]) of each.
 
-        `documents` are int64 [length] token ids on any device. Results lie on the target's device, without
-        padding, document after document in one buffer each.
+        `documents` are int64 [length] token ids on any device, run in batches of like length. Results lie on
+        the target's device, without padding.
         """
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for group in length_groups([len(document) for document in documents]):
+            found.update(zip(group, self._batch([documents[index] for index in group]), strict=True))
+        return [found[index] for index in range(len(documents))]
+
+    def _batch(self, documents: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """`features` of documents that are run as one padded batch."""
         lengths = [len(document) for document in documents]
         padded_NL = torch.nn.utils.rnn.pad_sequence([d.to(self.device) for d in documents], batch_first=True)
         captured = self._forward(padded_NL)
@@ -213,6 +224,36 @@ class HuggingFaceTarget:
                 f"target {type(self.model).__name__} changes its logits after lm_head (relative {error:.2g})",
                 "a DFlash drafter shares the head as it is; use a target without scaled or capped logits",
             )
+
+
+def length_groups(lengths: Sequence[int]) -> list[list[int]]:
+    """Cut documents into batches of like length: indices, longest first, at most MAX_PADDING in each batch."""
+    groups: list[list[int]] = []
+    real = 0
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        real += lengths[index]
+        if not groups or real < (1 - MAX_PADDING) * lengths[groups[-1][0]] * (len(groups[-1]) + 1):
+            groups.append([])
+            real = lengths[index]
+        groups[-1].append(index)
+    return groups
+
+
+def check_fast_kernels(config: PretrainedConfig, device: torch.device) -> None:
+    """Raise EnvironmentFault if linear-attention layers would run on a GPU without their kernels.
+
+    transformers then falls back to a loop over chunks in plain PyTorch, with no more than a warning.
+    """
+    layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
+    if device.type != "cuda" or "linear_attention" not in layer_types:
+        return
+    try:
+        importlib.import_module("fla")
+    except ImportError as error:
+        raise EnvironmentFault(
+            f"the target has linear-attention layers, whose kernels are in `fla-core`: {error}",
+            "`pip install 'dflash-aot[target]'`; without it they run as slow PyTorch loops",
+        ) from None
 
 
 def _cache_argument(decoder: torch.nn.Module) -> str:

@@ -1,13 +1,18 @@
+import sys
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, Qwen3NextConfig
 
-from aot.errors import ConfigError
+from aot.errors import ConfigError, EnvironmentFault
 from dflash.config import DrafterConfig, TargetConfig
-from dflash.target.huggingface import HuggingFaceTarget
+from dflash.target.huggingface import HuggingFaceTarget, check_fast_kernels, length_groups
 from tests.support.models import tiny_llama, with_seed
 
 CPU = torch.device("cpu")
@@ -81,7 +86,7 @@ def test_head_never_runs_over_the_context_and_nothing_is_trained(target):
 
 
 def test_threads_inside_one_model_at_once_do_not_mix_their_features(target):
-    batches = [make_documents(seed, lengths) for seed, lengths in enumerate([(9, 3), (4,), (30, 2, 8)])]
+    batches = [make_documents(seed, lengths) for seed, lengths in enumerate([(20, 19), (4,), (30, 29, 29)])]
     expected = [target.features(batch) for batch in batches]
     barrier = threading.Barrier(len(batches))
 
@@ -171,3 +176,28 @@ def test_model_that_cannot_be_loaded_is_refused_with_its_name(tmp_path, content)
     assert str(folder) in caught.value.message
     with pytest.raises(ConfigError, match="is empty"):
         HuggingFaceTarget.load(TargetConfig(), LAYER_IDS, CPU)
+
+
+def test_linear_attention_on_a_gpu_needs_its_kernels(monkeypatch):
+    """Without the check transformers warns once and loops: the run is many times slower."""
+    hybrid = Qwen3NextConfig(num_hidden_layers=4)
+    assert "linear_attention" in hybrid.layer_types
+    monkeypatch.setitem(sys.modules, "fla", None)
+    with pytest.raises(EnvironmentFault, match="fla-core") as caught:
+        check_fast_kernels(hybrid, torch.device("cuda", 0))
+    assert "dflash-aot[target]" in caught.value.hint
+    check_fast_kernels(hybrid, CPU)
+    check_fast_kernels(LlamaConfig(), torch.device("cuda", 0))
+    monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
+    check_fast_kernels(hybrid, torch.device("cuda", 0))
+
+
+@given(st.lists(st.integers(1, 8192), max_size=64))
+def test_batches_hold_every_document_once_and_little_padding(lengths):
+    """Without the bound a batch of one long and many short documents is mostly padding."""
+    groups = length_groups(lengths)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    for group in groups:
+        padded = max(lengths[index] for index in group) * len(group)
+        assert sum(lengths[index] for index in group) >= 0.95 * padded
+    assert length_groups([100, 7, 99, 98]) == [[0, 2, 3], [1]]
