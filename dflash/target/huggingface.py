@@ -227,7 +227,7 @@ class HuggingFaceTarget:
 
 
 def length_groups(lengths: Sequence[int]) -> list[list[int]]:
-    """Cut documents into batches of like length: indices, longest first, at most MAX_PADDING in each batch."""
+    """Cut documents into batches of like length, as indices, longest first; MAX_PADDING holds for each."""
     groups: list[list[int]] = []
     real = 0
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
