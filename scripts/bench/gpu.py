@@ -5,18 +5,20 @@
     b2  as b1, with the unfused loss
     c   the artifact
 
-All ways compile side by side, each in its own process, then are timed one after the other. Writes a table to
+All ways compile side by side, each in its own process, and are timed one at a time as they are ready. Writes a table to
 stdout and JSON to --output. The floor is the shape's arithmetic over the matrix rate measured in this run.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,24 +114,35 @@ def jit_step(shape: Shape, program: TrainStep) -> Step:
     return lambda inputs: compiled(*(inputs[name] for name in spec.input_names))
 
 
+def request(shape: Shape, recompute: str, bucket: str) -> BuildRequest:
+    changes = (*shape.overrides, *overrides("c", recompute))
+    return BuildRequest(FACTORY, RECIPE, changes, "train_step", bucket)
+
+
 def artifact_step(shape: Shape, program: TrainStep, store: Store) -> Step:
-    return prepare(store, [(program, shape.bucket)], run=RECIPE, device=str(DEVICE))[
-        program.name, shape.bucket
-    ].load(DEVICE)
+    needs = [(program, shape.bucket)]
+    return prepare(store, needs, run=RECIPE, device=str(DEVICE))[program.name, shape.bucket].load(DEVICE)
 
 
 def overrides(way: str, recompute: str) -> tuple[str, ...]:
     return (f"loss.fused={str(way in ('b1', 'c')).lower()}", f"drafter.recompute={recompute}")
 
 
-def measure_way(way: str, shape: Shape, recompute: str, store: Store, turn: Path) -> dict[str, Any]:
-    """Compile, wait for the turn, then time; runs in a process of its own."""
-    program = shape.program(*overrides(way, recompute))
+def measure_way(way: str, shape: Shape, recompute: str, folder: Path) -> dict[str, Any]:
+    """Compile, say so, wait for the turn, then time; runs in a process of its own."""
+    program, store = shape.program(*overrides(way, recompute)), Store(folder / "store")
     started = time.time()
-    step = jit_step(shape, program) if way in ("b1", "b2") else None
+    step = None
+    if way in ("b1", "b2"):
+        step = jit_step(shape, program)
+    elif way == "c":
+        build([request(shape, recompute, str(shape.bucket))], store)
+        # Tried once per machine: not part of a later start.
+        prepare(store, [(program, shape.bucket)], run=RECIPE, device=str(DEVICE))
     compile_s = time.time() - started
-    note(f"{shape.name} {way} {recompute}: ready")
-    while not turn.exists():
+    mark = marks(folder, shape, way, recompute)
+    mark["ready"].touch()
+    while not mark["turn"].exists():
         time.sleep(0.1)
     inputs = full_inputs(shape, program, 0, DEVICE)
     torch.cuda.synchronize()
@@ -156,30 +169,9 @@ def measure_way(way: str, shape: Shape, recompute: str, store: Store, turn: Path
     }
 
 
-def requests(shape: Shape, recompute: str, buckets: tuple[str, ...]) -> list[BuildRequest]:
-    changes = (*shape.overrides, *overrides("c", recompute))
-    return [BuildRequest(FACTORY, RECIPE, changes, "train_step", bucket) for bucket in buckets]
-
-
-def build_all(cases: list[Case], ladder: bool, store: Store, jobs: int) -> dict[str, Any]:
-    """Build what the cases need (`ladder`: eight buckets of the reference recipe too), `jobs` at a time."""
-    wanted = [
-        request
-        for shape, way, recompute in cases
-        if way == "c"
-        for request in requests(shape, recompute, (str(shape.bucket),))
-    ]
-    if ladder:
-        wanted += requests(SHAPES["reference"], "activations", LADDER)
-    begun = time.perf_counter()
-    results = build(
-        wanted, store, jobs, progress=lambda e: note(f"{e.kind} {e.request} {e.seconds:.0f} s {e.detail}")
-    )
-    return {
-        "jobs": jobs,
-        "wall_s": time.perf_counter() - begun,
-        "builds": [{"bucket": str(r.manifest.bucket), "seconds": r.seconds} for r in results],
-    }
+def marks(folder: Path, shape: Shape, way: str, recompute: str) -> dict[str, Path]:
+    """The files by which a case and this script talk."""
+    return {kind: folder / f"{shape.name}-{way}-{recompute}.{kind}" for kind in ("ready", "turn", "cache")}
 
 
 def load_seconds(shape: Shape, recompute: str, store: Store) -> float:
@@ -193,38 +185,74 @@ def load_seconds(shape: Shape, recompute: str, store: Store) -> float:
     return time.perf_counter() - begun
 
 
-def run(cases: list[Case], ladder: bool, folder: Path, jobs: int) -> dict[str, Any]:
-    store = Store(folder / "store")
+def build_ladder(store: Store, jobs: int) -> dict[str, Any]:
+    """Build eight buckets of the reference recipe, `jobs` at a time."""
+    wanted = [request(SHAPES["reference"], "activations", bucket) for bucket in LADDER]
+    begun = time.perf_counter()
+    results = build(
+        wanted, store, jobs, progress=lambda e: note(f"{e.kind} {e.request} {e.seconds:.0f} s {e.detail}")
+    )
+    seconds = [result.seconds for result in results]
+    return {"jobs": jobs, "wall_s": time.perf_counter() - begun, "seconds": seconds}
+
+
+def start(case: Case, folder: Path) -> subprocess.Popen[str]:
+    shape, way, recompute = case
+    mark = marks(folder, shape, way, recompute)
+    for path in (mark["ready"], mark["turn"]):
+        path.unlink(missing_ok=True)
+    words = ("--one", way, "--shape", shape.name, "--recompute", recompute, "--folder", str(folder))
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(mark["cache"])}
+    return subprocess.Popen(
+        [sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, env=environment
+    )
+
+
+@contextmanager
+def gpu_alone(folder: Path) -> Iterator[None]:
+    """Hold the lock under which builds try their packages: nothing else runs on the GPU meanwhile."""
+    path = folder / "store" / "build" / "gpu.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def time_cases(cases: list[Case], folder: Path, deadline_s: float) -> dict[str, list[dict[str, Any]]]:
+    """Time each case as soon as it has compiled, one at a time; what is not ready in time says so."""
+    children = {case: start(case, folder) for case in cases}
+    rows: dict[str, list[dict[str, Any]]] = {}
+    begun = time.monotonic()
+    while children:
+        late = time.monotonic() - begun > deadline_s
+        for case, child in list(children.items()):
+            shape, way, recompute = case
+            mark = marks(folder, shape, way, recompute)
+            if not (mark["ready"].exists() or late or child.poll() is not None):
+                continue
+            if late and not mark["ready"].exists():
+                child.kill()
+            with gpu_alone(folder):
+                mark["turn"].touch()
+                output, _ = child.communicate()
+            failed = {"way": way, "recompute": recompute, "error": f"exit code {child.returncode}"}
+            row = failed if child.returncode else json.loads(output)
+            note(f"{shape.name}: {json.dumps(row)}")
+            rows.setdefault(shape.name, []).append(row)
+            del children[case]
+        time.sleep(0.2)
+    return rows
+
+
+def run(cases: list[Case], ladder: bool, folder: Path, jobs: int, deadline_s: float) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
-    children = {}
-    for shape, way, recompute in cases:
-        turn = folder / f"{shape.name}-{way}-{recompute}.turn"
-        turn.unlink(missing_ok=True)
-        words = ("--one", way, "--shape", shape.name, "--recompute", recompute, "--folder", str(folder))
-        children[shape.name, way, recompute] = (
-            turn,
-            subprocess.Popen(
-                [sys.executable, __file__, *words],
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(turn.with_suffix(".cache"))},
-            ),
-        )
-    report: dict[str, Any] = {
-        "machine": torch.cuda.get_device_name(0),
-        "torch": torch.__version__,
-        "build": build_all(cases, ladder, store, jobs),
-        "shapes": {},
-    }
+    report: dict[str, Any] = {"machine": torch.cuda.get_device_name(0), "torch": torch.__version__}
     report["matmul_tflops"] = matmul_tflops()
-    for (shape, _, _), (turn, child) in zip(cases, children.values(), strict=True):
-        turn.touch()
-        output, _ = child.communicate()
-        row = json.loads(output) if child.returncode == 0 else {"error": f"exit code {child.returncode}"}
-        note(f"{shape.name}: {json.dumps(row)}")
-        report["shapes"].setdefault(shape.name, []).append(row)
+    report["shapes"] = time_cases(cases, folder, deadline_s)
     report["matmul_tflops_after"] = matmul_tflops()
     if ladder:
+        store = Store(folder / "store")
+        report["build"] = build_ladder(store, jobs)
         report["load_8_s"] = load_seconds(SHAPES["reference"], "activations", store)
     return report
 
@@ -246,12 +274,12 @@ def print_report(report: dict[str, Any]) -> None:
                 f"{row['tokens_per_s'] / 1e3:7.1f} {row['peak_gib']:9.1f} {row['reserved_gib']:9.1f} "
                 f"{row['first_s']:13.2f}"
             )
-    seconds = [entry["seconds"] for entry in report["build"]["builds"]]
-    print(
-        f"\n{len(seconds)} builds, {report['build']['jobs']} at a time: {report['build']['wall_s']:.0f} s "
-        f"(each {min(seconds):.0f}-{max(seconds):.0f} s)"
-    )
-    if "load_8_s" in report:
+    if "build" in report:
+        built = report["build"]
+        print(
+            f"\n{len(built['seconds'])} builds, {built['jobs']} at a time: {built['wall_s']:.0f} s "
+            f"(each {min(built['seconds']):.0f}-{max(built['seconds']):.0f} s)"
+        )
         print(f"verify + load of 8 buckets: {report['load_8_s']:.2f} s")
 
 
@@ -268,20 +296,20 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/bench-gpu"))
     parser.add_argument("--output", type=Path, default=Path("runs/bench-gpu/report.json"))
     parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--deadline", type=float, default=1800.0, help="seconds that a case may compile")
     parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--shape", help=argparse.SUPPRESS)
     parser.add_argument("--recompute", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        turn = arguments.folder / f"{arguments.shape}-{arguments.one}-{arguments.recompute}.turn"
-        store, shape = Store(arguments.folder / "store"), SHAPES[arguments.shape]
-        print(json.dumps(measure_way(arguments.one, shape, arguments.recompute, store, turn)))
+        shape = SHAPES[arguments.shape]
+        print(json.dumps(measure_way(arguments.one, shape, arguments.recompute, arguments.folder)))
         return
     cases: list[Case] = []
     for text in arguments.cases.split():
         name, way, *recompute = text.split(":")
         cases.append((SHAPES[name], way, *(recompute or ["none"])))
-    report = run(cases, not arguments.no_ladder, arguments.folder, arguments.jobs)
+    report = run(cases, not arguments.no_ladder, arguments.folder, arguments.jobs, arguments.deadline)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(report, indent=1))
     print_report(report)
