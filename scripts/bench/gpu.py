@@ -5,8 +5,8 @@
     b2  as b1, with the unfused loss
     c   the artifact
 
-All ways compile side by side, each in its own process, and are timed one at a time as they are ready. Writes a
-table to stdout and JSON to --output. The floor is the shape's arithmetic over the matrix rate measured here.
+All ways compile side by side, each in its own process, and are timed one at a time as they are ready. Writes
+a table to stdout and JSON to --output. The floor is the shape's arithmetic over the matrix rate measured here.
 """
 
 import argparse

@@ -183,7 +183,7 @@ def test_build_shows_each_step_with_an_eta(
 ) -> None:
     seen: dict[str, Any] = {}
 
-    def build(requests: list[BuildRequest], store: Store, jobs: int, progress) -> list[BuildResult]:
+    def build(requests: list[BuildRequest], store: Store, jobs: int, progress, lookup) -> list[BuildResult]:
         seen.update(requests=requests, store=store.root, jobs=jobs)
         manifests = toy_store.manifests()
         for request in requests:

@@ -187,7 +187,7 @@ def without(name):
                 part.correct_AS,
             )
 
-        monkeypatch.setattr(step, "block_loss", dropped)
+        monkeypatch.setattr(loss_module, "block_loss", dropped)
 
     return plant
 
