@@ -6,7 +6,7 @@
     c   the artifact
 
 All ways compile side by side, each in its own process, and are timed one at a time as they are ready. Writes
-a table to stdout and JSON to --output. The floor is the shape's arithmetic over the matrix rate measured here.
+a table to stdout and JSON to --output. The floor is the shape's arithmetic over the matrix rate measured.
 """
 
 import argparse
