@@ -65,14 +65,16 @@ def resolve(
     With a lock, that artifact and no other of equal inputs. A damaged manifest is passed over with a warning
     if another one will do. Raises MissingArtifact if the store has none for the program and bucket,
     StaleArtifact naming each field that differs from the nearest one, LockMismatch naming what differs from
-    the locked one, CorruptArtifact instead of these if there is a damaged one.
+    the locked one, CorruptArtifact instead if it may be a damaged one that the run needs.
     """
     candidates, damaged = store.readable_manifests(program.name, bucket)
     try:
         found = _fitting(store, candidates, program, bucket, fingerprint, run, lock)
     except (MissingArtifact, StaleArtifact, LockMismatch) as error:
-        for corrupt in damaged.values():
-            raise CorruptArtifact(corrupt.message, error.hint) from None
+        locked = (lock or {}).get((program.name, bucket))
+        for path, corrupt in damaged.items():
+            if not isinstance(error, LockMismatch) or (locked is not None and path.stem == locked.key):
+                raise CorruptArtifact(corrupt.message, error.hint) from None
         raise
     for corrupt in damaged.values():
         warn(f"{corrupt.message}; passed over, for another artifact will do")
