@@ -191,10 +191,8 @@ def test_gc_touches_only_what_has_a_name_of_a_store(tool, store: Store) -> None:
             f"tmp/{'a' * 32}/a.txt",
         )
     ]
-    dead, failed, crashed = (
-        store.root / name
-        for name in (f"tmp/{'b' * 32}/held", f"build/{'c' * 64}", f"quarantine/{'d' * 64}.pt2")
-    )
+    left = (f"tmp/{'b' * 32}/held", f"build/{'c' * 64}", f"quarantine/{'d' * 64}.pt2")
+    dead, failed, crashed = (store.root / name for name in left)
     failed.mkdir(parents=True)
     for path in (*mine, dead, crashed, failed.with_suffix(".lock")):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -222,9 +220,7 @@ def test_gc_of_no_store_is_an_error_and_makes_none(tool, tmp_path: Path, flags: 
     assert [path.name for path in (tmp_path / "home").iterdir()] == ["a.txt"]
 
 
-def test_gc_finds_lock_files_through_links_and_refuses_what_it_cannot_read(
-    tmp_path: Path, store: Store
-) -> None:
+def test_gc_follows_links_and_refuses_what_it_cannot_read(tmp_path: Path, store: Store) -> None:
     """Fails when `_lock_files` follows no links (or for ever), or passes over a link that leads nowhere, a
     folder of that name, or nesting without end."""
     runs = tmp_path / "runs"
@@ -236,11 +232,11 @@ def test_gc_finds_lock_files_through_links_and_refuses_what_it_cannot_read(
     lock = runs / "run2" / LOCK_NAME
     lock.parent.mkdir()
     lock.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="run2.*no such file"):
+    with pytest.raises(ConfigError, match=r"run2.*no such file"):
         named_keys([runs])
     lock.unlink()
     lock.mkdir()
-    with pytest.raises(ConfigError, match="run2.*is a directory"):
+    with pytest.raises(ConfigError, match=r"run2.*is a directory"):
         named_keys([runs])
     lock.rmdir()
     lock.write_text("[" * 200_000)
