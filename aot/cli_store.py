@@ -33,7 +33,7 @@ def list_artifacts(store_root: Path, as_json: bool) -> int:
     """List the artifacts of a store."""
     from aot.store import Store
 
-    manifests = Store(store_root).manifests()
+    manifests = _readable(Store(store_root))
     if as_json:
         emit_json({"schema": SCHEMA, "artifacts": [summary(manifest) for manifest in manifests]})
         return EXIT_OK
@@ -55,6 +55,14 @@ def list_artifacts(store_root: Path, as_json: bool) -> int:
     return EXIT_OK
 
 
+def _readable(store: Store) -> list[Manifest]:
+    """The artifacts of a store; a damaged manifest is warned of and hides no other."""
+    found, damaged = store.readable_manifests()
+    for path, error in damaged.items():
+        console.warn(f"{error.message}; build it again, or `rm '{path}'`")
+    return found
+
+
 def summary(manifest: Manifest) -> dict[str, Any]:
     """The fields of an artifact that `ls` and `build` write as JSON."""
     return {
@@ -72,7 +80,7 @@ def find_artifact(store: Store, artifact: str) -> Manifest:
     """Return the one artifact that the beginning of a key, or program/bucket, names. Raises ConfigError."""
     found = [
         manifest
-        for manifest in store.manifests()
+        for manifest in _readable(store)
         if manifest.key.startswith(artifact) or f"{manifest.program}/{manifest.bucket}" == artifact
     ]
     if not found:
@@ -194,20 +202,25 @@ def gc(roots: tuple[Path, ...], nothing_kept: bool, delete: bool, store_root: Pa
     Running processes are not disturbed: they run copies, and files are only unlinked.
     """
     from aot.collect import collect, garbage, named_keys
-    from aot.store import Store
+    from aot.store import STORE_VARIABLE, Store
 
     if nothing_kept == bool(roots):
         raise ConfigError(
             "say what to keep, or that all may go", "e.g. `--keep artifacts.lock --keep runs`, or `--all`"
         )
-    keep = named_keys(roots)
     store = Store(store_root)
+    if not store.root.is_dir():
+        raise ConfigError(f"there is no store '{store_root}'", f"name it: `--store DIR` or ${STORE_VARIABLE}")
+    store.check_ours()
+    keep = named_keys(roots)
     found = collect(store, keep) if delete else garbage(store, keep)
     if as_json:
         emit_json({"schema": SCHEMA, "deleted": delete, **asdict(found)})
         return EXIT_OK
     for path in found.manifests:
         emit(f"{path.parents[1].name} {path.parent.name} {path.stem[:12]}")
+    for path in (*found.beside, *found.blobs, *found.aside, *found.left):
+        emit(str(path.relative_to(store.root)))
     what = f"{len(found.manifests)} artifacts and {len(found.blobs)} blobs, {console.size_text(found.size)}"
     console.note(f"removed {what}" if delete else f"would remove {what}: `--delete` does")
     return EXIT_OK

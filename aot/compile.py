@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -35,6 +36,7 @@ from aot.canary import Trial, child_environment, try_packages
 from aot.errors import ConfigError, EnvironmentFault, UserError
 from aot.fingerprint import Fingerprint, compiler_version
 from aot.package import canonical_package, differing_members, machine_paths
+from aot.policy import Policy, check_trust
 from aot.store import Store
 from aot.target import Target
 from aot.trace import key_inputs, trace
@@ -127,8 +129,9 @@ def build(
 
     `build_root` (default: `build` inside the store) must stay the same for builds to be reproducible.
     `lookup` may bring an artifact into the store instead of a build (`aot.remote.lookup`).
-    Raises EnvironmentFault at once without a C++ compiler, BuildFailed after the other builds have ended;
-    an exception, Ctrl-C included, kills all workers.
+    Raises EnvironmentFault at once without a C++ compiler, UntrustedArtifact for one from a remote that no
+    run would take, BuildFailed after the other builds have ended; an exception, Ctrl-C included, kills all
+    workers.
     """
     compiler_version()
     report = progress or (lambda event: None)
@@ -139,6 +142,8 @@ def build(
         inputs = _inputs(request)
         manifest = store.intact(inputs.program, inputs.bucket, inputs.key())
         if manifest is not None:
+            # What was built here may be signed later; what a remote brought must be trusted already.
+            check_trust(store, manifest, Policy("local"))
             results[request] = BuildResult(request, manifest, 0.0, cached=True)
             report(BuildEvent("cached", request))
         elif lookup is not None and (manifest := lookup(inputs)) is not None:
@@ -169,6 +174,7 @@ def check(
     root = build_root or store.root / "build"
     packages: dict[BuildRequest, list[bytes]] = {}
     inputs = {request: _inputs(request) for request in requests}
+    store.require_writable()
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="check-", dir=root) as outputs:
         for _ in range(2):
@@ -225,7 +231,8 @@ class _Worker:
         self.output = output
         self.seconds = 0.0
         self.folder = build_root / self.key
-        self.log = build_root / f"{self.key}.log"
+        # Not the key's alone: another process may be building it, too.
+        self.log = build_root / f"{self.key}.{uuid.uuid4().hex}.log"
 
     def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -273,14 +280,15 @@ class _Worker:
 
     def check_ended_well(self) -> None:
         if self.process.returncode == 0:
-            self.log.unlink()
+            self.log.unlink(missing_ok=True)
             return
         code = self.process.returncode
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         tail = self.log.read_text(errors="replace").strip().splitlines()[-LOG_TAIL_LINES:]
+        log = self.log.replace(self.folder.with_suffix(".log"))
         raise BuildFailed(
             f"building {self.request} failed ({how}):\n" + "\n".join(f"  {line}" for line in tail),
-            f"the whole log: {self.log}",
+            f"the whole log: {log}",
         )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aot import console
 from aot.buckets import auto_buckets, choose, parse_buckets
-from aot.errors import ConfigError, EnvironmentFault, MissingArtifact, StaleArtifact
+from aot.errors import ConfigError, CorruptArtifact, EnvironmentFault, MissingArtifact, StaleArtifact
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -142,3 +142,5 @@ def _artifact_state(store: Store, program: Program, bucket: Bucket, fingerprints
         return "missing"
     except StaleArtifact as error:
         return f"stale ({error.message.partition('stale: ')[2]})"
+    except CorruptArtifact as error:
+        return f"damaged ({error.message})"

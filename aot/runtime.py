@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from aot.archive import MODEL_NAME, check_archive
 from aot.calls import CallCheck, InputMismatch
 from aot.canary import CHECK_INPUTS_VARIABLE, Trial, try_packages
+from aot.console import warn
 from aot.errors import CorruptArtifact, MissingArtifact, StaleArtifact, TrialCrashed, UserError
 from aot.fingerprint import Fingerprint
 from aot.lockfile import LockedArtifact, LockMismatch
@@ -61,13 +62,35 @@ def resolve(
 ) -> Manifest:
     """Return the manifest of the artifact whose inputs equal the program's here and now.
 
-    With a lock, that artifact and no other of equal inputs. Raises MissingArtifact if the store has none for
-    the program and bucket, StaleArtifact naming each field that differs from the nearest one, LockMismatch
-    naming what differs from the locked one.
+    With a lock, that artifact and no other of equal inputs. A damaged manifest is passed over with a warning
+    if another one will do. Raises MissingArtifact if the store has none for the program and bucket,
+    StaleArtifact naming each field that differs from the nearest one, LockMismatch naming what differs from
+    the locked one, CorruptArtifact instead if it may be a damaged one that the run needs.
     """
+    candidates, damaged = store.readable_manifests(program.name, bucket)
+    try:
+        found = _fitting(store, candidates, program, bucket, fingerprint, run, lock)
+    except (MissingArtifact, StaleArtifact, LockMismatch) as error:
+        locked = (lock or {}).get((program.name, bucket))
+        for path, corrupt in damaged.items():
+            if not isinstance(error, LockMismatch) or (locked is not None and path.stem == locked.key):
+                raise CorruptArtifact(corrupt.message, error.hint) from None
+        raise
+    for corrupt in damaged.values():
+        warn(f"{corrupt.message}; passed over, for another artifact will do")
+    return found
+
+
+def _fitting(
+    store: Store,
+    candidates: Sequence[Manifest],
+    program: Program,
+    bucket: Bucket,
+    fingerprint: Fingerprint,
+    run: str,
+    lock: Lock | None,
+) -> Manifest:
     hint = f"`{build_command(run, [bucket], store)}`"
-    with _rebuilt_by(hint):
-        candidates = store.manifests(program.name, bucket)
     if not candidates:
         raise MissingArtifact(f"{program.name} {bucket}: no artifact in '{store.root}'", hint)
     wanted = key_inputs(program, bucket, fingerprint)

@@ -7,11 +7,13 @@
     incoming/<sha256 of the blob>           a download that is under way, or that a later one continues
     quarantine/                             packages that crashed when tried, and manifests of such
     lock                                    held while names appear or vanish
+    dflash-aot-store                        says that the folder is a store, and of which schema
 
 A publisher works aside: it has the package tried, hashes what was tried, writes and syncs. Then, under the
 lock, it links the blob under its digest, and the manifest last: an artifact is there whole or not at all.
 Readers take no lock and write nothing. What a killed publisher left in tmp/ goes with the next one. Nothing
-is decided by a time stamp.
+is decided by a time stamp. A folder with other things in it is never made a store, and what has none of the
+names above is never removed.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import hashlib
 import io
 import logging
 import os
+import re
 import shutil
 import uuid
 from contextlib import contextmanager, suppress
@@ -30,8 +33,8 @@ from typing import TYPE_CHECKING
 import zstandard
 
 from aot.archive import check_archive
-from aot.durable import CHUNK, give_name, make_folders, write_synced
-from aot.errors import CorruptArtifact, TrialCrashed, UserError
+from aot.durable import CHUNK, give_name, make_folders, replace_file, sync_folder, write_synced
+from aot.errors import ConfigError, CorruptArtifact, TrialCrashed, UserError
 from aot.manifest import MAX_MANIFEST_BYTES, KeyInputs, Manifest
 from aot.signing import ORIGIN_SUFFIX, SIGNATURE_SUFFIX, origin_document
 from aot.trust import check_trusted_folder, open_trusted
@@ -46,6 +49,9 @@ DEFAULT_STORE = Path("artifacts/store")
 COMPRESSION_LEVEL = 3
 # Level 3 needs a window of 2 MiB; a frame that asks for more than this is not ours.
 MAX_WINDOW = 1 << 23
+MARKER, MARK = "dflash-aot-store", b'{"schema": 1}\n'
+HELD = "held"
+PRIVATE_NAME = re.compile(r"[0-9a-f]{32}")
 REBUILD_HINT = "`dflash-aot build RUN` builds it again"
 
 logger = logging.getLogger(__name__)
@@ -79,6 +85,19 @@ class Store:
     def manifests(self, program: str | None = None, bucket: Bucket | None = None) -> list[Manifest]:
         """Read those manifests. Raises CorruptArtifact or UntrustedArtifact on the first bad one."""
         return [self.read_manifest(path) for path in self.manifest_paths(program, bucket)]
+
+    def readable_manifests(
+        self, program: str | None = None, bucket: Bucket | None = None
+    ) -> tuple[list[Manifest], dict[Path, CorruptArtifact]]:
+        """Read those manifests; also return what is wrong with the damaged ones. Raises UntrustedArtifact."""
+        good: list[Manifest] = []
+        damaged: dict[Path, CorruptArtifact] = {}
+        for path in self.manifest_paths(program, bucket):
+            try:
+                good.append(self.read_manifest(path))
+            except CorruptArtifact as error:
+                damaged[path] = error
+        return good, damaged
 
     def read_manifest(self, path: Path) -> Manifest:
         """Read one manifest of this store; its place must be the one its own fields name."""
@@ -196,10 +215,14 @@ class Store:
             if winner.package_digest != manifest.package_digest:
                 logger.warning("%s is there already; this build of it has other bytes", winner)
             return winner
-        give_name(private / "blob", self.blob_path(manifest))
         target = self.manifest_path(manifest.program, manifest.bucket, manifest.key)
-        # The origin of an artifact that is gone says nothing of this one.
+        # The origin of an artifact that is gone says nothing of this one. Its manifest goes first, durably:
+        # without its mark, and with the blob restored, it would read as built here.
+        if os.path.lexists(target):
+            target.unlink()
+            sync_folder(target.parent)
         _unlink_all(files_beside(target))
+        give_name(private / "blob", self.blob_path(manifest))
         try:
             for suffix in beside:
                 give_name(private / suffix, target.with_suffix(suffix))
@@ -244,7 +267,8 @@ class Store:
 
     def incoming_path(self, manifest: Manifest) -> Path:
         """Where the download of a blob lies until it is installed, in a folder that only its owner writes."""
-        folder = self.root / "incoming"
+        with self.locked():
+            folder = self.root / "incoming"
         make_folders(folder)
         check_trusted_folder(folder)
         return folder / manifest.blob_digest
@@ -269,18 +293,44 @@ class Store:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock under which names appear and vanish. OSError if the store cannot be written."""
+        """Hold the lock under which names appear and vanish, in a folder marked as a store.
+
+        OSError if the store cannot be written, ConfigError if the folder is no store.
+        """
         make_folders(self.root)
         check_trusted_folder(self.root)
+        self.check_ours()
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         lock = os.open(self.root / "lock", flags, 0o600)
         try:
             # The kernel releases the lock of a killed holder; the file itself means nothing.
             fcntl.flock(lock, fcntl.LOCK_EX)
+            if not os.path.lexists(self.root / MARKER):
+                replace_file(self.root / MARKER, MARK)
             yield
         finally:
             with suppress(OSError):
                 os.close(lock)
+
+    def check_ours(self) -> None:
+        """Raise ConfigError if the folder holds other things than a store (one without a mark is older)."""
+        try:
+            mark = (self.root / MARKER).read_bytes()
+        except FileNotFoundError:
+            names = {path.name for path in self.root.iterdir()}
+            # A mark that a killed process began to write, the lock that it held: a store's beginning.
+            begun = {name for name in names if name == "lock" or name.startswith(f".{MARKER}.")}
+            if names != begun and not names & {"manifests", "blobs"}:
+                raise ConfigError(
+                    f"'{self.root}' holds files, and is no store of artifacts",
+                    f"name a store, or a folder that is new or empty: `--store DIR` or ${STORE_VARIABLE}",
+                ) from None
+            return
+        if mark != MARK:
+            raise ConfigError(
+                f"'{self.root / MARKER}' is not the mark of a store that this version writes",
+                f"name another store: `--store DIR` or ${STORE_VARIABLE}",
+            )
 
     @contextmanager
     def _private_folder(self) -> Iterator[Path]:
@@ -293,21 +343,23 @@ class Store:
             self.sweep()
             make_folders(self.tmp)
             os.mkdir(private, 0o700)  # noqa: PTH102
-            held = os.open(private / "held", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            held = os.open(private / HELD, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(held, fcntl.LOCK_EX)
         try:
             yield private
         finally:
-            _remove(private)
+            _remove_private(private)
             with suppress(OSError):
                 os.close(held)
 
     def sweep(self) -> None:
         """Remove what dead publishers left. The caller holds the lock: no folder is half made."""
-        for left in self.tmp.glob("*"):
-            if _is_held(left):
-                continue
-            _remove(left)
+        for folder in self.left_behind():
+            _remove_private(folder)
+
+    def left_behind(self) -> list[Path]:
+        """The folders of dead publishers, as far as their names and `held` show that they are such."""
+        return [folder for folder in sorted(self.tmp.glob("*")) if _is_left_behind(folder)]
 
 
 def files_beside(manifest: Path) -> list[Path]:
@@ -320,20 +372,35 @@ def _unlink_all(paths: list[Path]) -> None:
         path.unlink(missing_ok=True)
 
 
-def _remove(path: Path) -> None:
-    """Remove a file or folder as far as that goes: what stays is swept later, and fails no publisher."""
+def _remove_private(folder: Path) -> None:
+    """Remove a publisher's folder as far as that goes: what stays is swept later, and fails no publisher.
+
+    `held` goes last: by it a sweep knows the folder.
+    """
     with suppress(OSError):
-        if path.is_dir():
-            # Its own closing of folders may fail all the same.
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
+        for path in sorted(folder.iterdir(), key=lambda path: path.name == HELD):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        folder.rmdir()
+
+
+def _is_left_behind(folder: Path) -> bool:
+    """Whether a dead publisher made a folder: its name is random, it holds `held` or nothing yet."""
+    if not PRIVATE_NAME.fullmatch(folder.name) or folder.is_symlink() or _is_held(folder):
+        return False
+    try:
+        return (folder / HELD).is_file() or not any(folder.iterdir())
+    except OSError:
+        # It has gone meanwhile, or is no folder.
+        return False
 
 
 def _is_held(folder: Path) -> bool:
     """Whether a living publisher works in a folder; when in doubt (no descriptors left), yes."""
     try:
-        held = os.open(folder / "held", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        held = os.open(folder / HELD, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:

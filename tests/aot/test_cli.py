@@ -152,6 +152,17 @@ def test_plan_names_why_an_artifact_is_stale(tool, toy_store: Store) -> None:
     assert "stale (identity.network.inner: expected 32, found 16" in out
 
 
+def test_plan_names_what_is_damaged_and_shows_the_rest(tool, tmp_path: Path) -> None:
+    """Fails when the error of one damaged manifest ends the whole plan."""
+    path = tmp_path / "store" / "manifests" / "toy_step" / str(SMALL) / f"{'a' * 64}.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"{}")
+    code, out, _ = tool("plan", "toy", "--store", tmp_path / "store")
+    assert code == 0
+    assert f"damaged ({path}: " in out
+    assert "missing" in out
+
+
 def test_a_run_for_another_machine_can_be_planned_and_is_not_verified(
     tool, toy_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

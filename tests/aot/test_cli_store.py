@@ -11,7 +11,7 @@ from aot.cli import cli
 from aot.collect import LOCK_NAME, collect, named_keys
 from aot.errors import ConfigError, UserError
 from aot.manifest import Manifest
-from aot.store import Store
+from aot.store import MARKER, Store
 from tests.support.stores import check_whole, package_bytes, publish
 from tests.support.toy import LARGE, SMALL
 
@@ -99,7 +99,10 @@ def test_gc_lists_first_and_removes_only_with_delete(tool, store: Store, tmp_pat
     store.manifest_path("toy_step", SMALL, other.key).with_suffix(".sig").write_bytes(b"signature")
     code, out, err = tool("gc", "--keep", tmp_path / "runs", "--store", store.root)
     assert code == 0
-    assert sorted(line.split()[1] for line in out.splitlines()) == ["128x8", "256x16"]
+    assert [line.split()[1] for line in out.splitlines()[:2]] == ["128x8", "256x16"]
+    gone = store.manifests("toy_step", LARGE)[0]
+    signature = f"manifests/toy_step/128x8/{other.key}.sig"
+    assert out.splitlines()[2:] == [signature, f"blobs/{gone.blob_digest}.zst"]
     assert err.startswith("would remove 2 artifacts and 1 blobs")
     assert len(check_whole(store)) == 3
     code, _, err = tool("gc", "--keep", lock, "--store", store.root, "--delete")
@@ -107,7 +110,7 @@ def test_gc_lists_first_and_removes_only_with_delete(tool, store: Store, tmp_pat
     assert err.startswith("removed 2 artifacts and 1 blobs")
     assert check_whole(store) == [keep]
     left = [path.name for path in store.root.rglob("*") if path.is_file()]
-    assert sorted(left) == sorted(["lock", f"{keep.key}.json", f"{keep.blob_digest}.zst"])
+    assert sorted(left) == sorted(["lock", MARKER, f"{keep.key}.json", f"{keep.blob_digest}.zst"])
 
 
 def test_gc_keeps_what_any_of_several_lock_files_names(tool, store: Store, tmp_path: Path) -> None:
@@ -154,8 +157,8 @@ def test_gc_waits_for_a_publisher_and_leaves_its_folder(store: Store, package: P
 
 
 def test_gc_removes_the_folder_of_a_failed_build_and_leaves_that_of_a_running_one(store: Store) -> None:
-    """Fails when `_remove_folder` does not ask for the build's lock."""
-    running, failed = (store.root / "build" / name for name in ("running", "failed"))
+    """Fails when `_remove_build` does not ask for the build's lock."""
+    running, failed = (store.root / "build" / (digit * 64) for digit in "ab")
     for folder in (running, failed):
         (folder / "inductor").mkdir(parents=True)
         Path(f"{folder}.lock").touch()
@@ -171,6 +174,85 @@ def test_gc_of_a_store_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot remove from"):
         collect(Store(tmp_path / "file" / "store"), set())
+
+
+def test_gc_touches_only_what_has_a_name_of_a_store(tool, store: Store) -> None:
+    """Fails when `garbage` or `left_behind` globs without asking for the form of the name."""
+    mine = [
+        store.root / name
+        for name in (
+            "blobs/backup.tar.zst",
+            "build/project/main.c",
+            "build/project.lock",
+            "quarantine/notes.json",
+            "manifests/toy_step/128x8/notes.txt",
+            "manifests/toy_step/128x8/notes.json",
+            "tmp/thesis/a.txt",
+            f"tmp/{'a' * 32}/a.txt",
+        )
+    ]
+    left = (f"tmp/{'b' * 32}/held", f"build/{'c' * 64}", f"quarantine/{'d' * 64}.pt2")
+    dead, failed, crashed = (store.root / name for name in left)
+    failed.mkdir(parents=True)
+    for path in (*mine, dead, crashed, failed.with_suffix(".lock")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"precious")
+    out = tool("gc", "--all", "--store", store.root)[1]
+    listed = {str(path.relative_to(store.root)) for path in (dead.parent, failed, crashed)}
+    assert listed <= set(out.splitlines())
+    assert not any(str(path.relative_to(store.root)) in out for path in mine)
+    assert tool("gc", "--all", "--delete", "--store", store.root)[0] == 0
+    assert all(path.read_bytes() == b"precious" for path in mine)
+    assert not any(path.exists() for path in (dead.parent, failed, crashed))
+    assert list(store.blobs.iterdir()) == [mine[0]]
+
+
+@pytest.mark.parametrize("flags", [(), ("--delete",)])
+def test_gc_of_no_store_is_an_error_and_makes_none(tool, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Fails without the two checks in `gc`: a mistyped store has nothing to remove, and one gets made."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "a.txt").touch()
+    for name, message in (("typo", "there is no store"), ("home", "is no store of artifacts")):
+        code, _, err = tool("gc", "--all", "--store", tmp_path / name, *flags)
+        assert code == 64
+        assert message in err
+    assert not (tmp_path / "typo").exists()
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["a.txt"]
+
+
+def test_gc_follows_links_and_refuses_what_it_cannot_read(tmp_path: Path, store: Store) -> None:
+    """Fails when `_lock_files` follows no links (or for ever), or passes over a link that leads nowhere, a
+    folder of that name, or nesting without end."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    lock_file(tmp_path / "elsewhere" / "run1", *store.manifests())
+    (runs / "run1").symlink_to(tmp_path / "elsewhere" / "run1")
+    (runs / "ring").symlink_to(runs)
+    assert named_keys([runs]) == {manifest.key for manifest in store.manifests()}
+    lock = runs / "run2" / LOCK_NAME
+    lock.parent.mkdir()
+    lock.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"run2.*no such file"):
+        named_keys([runs])
+    lock.unlink()
+    lock.mkdir()
+    with pytest.raises(ConfigError, match=r"run2.*is a directory"):
+        named_keys([runs])
+    lock.rmdir()
+    lock.write_text("[" * 200_000)
+    with pytest.raises(ConfigError, match="is no lock file"):
+        named_keys([runs])
+
+
+def test_a_damaged_manifest_hides_no_other_from_ls_and_show(tool, store: Store) -> None:
+    """Fails when they read with `Store.manifests`."""
+    bad, good = store.manifests("toy_step", SMALL)
+    path = store.manifest_path("toy_step", SMALL, bad.key)
+    path.write_bytes(b"{}")
+    code, out, err = tool("ls", "--store", store.root)
+    assert (code, out.count("toy_step")) == (0, 2)
+    assert f"warning: {path}: " in err
+    assert tool("show", good.key, "--store", store.root)[0] == 0
 
 
 def test_a_lock_file_with_a_foreign_key_is_refused(tmp_path: Path) -> None:

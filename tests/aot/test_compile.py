@@ -5,16 +5,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from aot import compile as aot_compile
 from aot.compile import BuildFailed, BuildRequest, build
-from aot.errors import ConfigError, EnvironmentFault
+from aot.errors import ConfigError, EnvironmentFault, UntrustedArtifact
 from aot.fingerprint import Fingerprint, compiler_version
+from aot.signing import ORIGIN_SUFFIX, origin_document
 from aot.store import Store
 from tests.support import broken
+from tests.support.stores import inputs_of, publish
 from tests.support.toy import FACTORY, LARGE, SMALL, ToyStep, requests, toy_step
 
 # They build in one folder, at the path that the session's artifacts were built at.
@@ -119,6 +122,36 @@ def test_failed_builds_publish_nothing_and_say_why(tmp_path, events):
     assert store.manifests() == []
     log = Path(caught.value.hint.removeprefix("the whole log: "))
     assert "declared float64[]" in log.read_text() or "trial run" in log.read_text()
+
+
+def test_two_processes_that_build_one_key_share_no_log(tmp_path):
+    """Fails when the log is named by the key alone: the first to end takes the other's away."""
+    request, *more = requests(SMALL)
+    assert not more
+    workers = [aot_compile._Worker(request, inputs_of(), Store(tmp_path), tmp_path) for _ in range(3)]
+    for number, worker in enumerate(workers):
+        worker.log.write_text(f"log {number}")
+        worker.process = SimpleNamespace(returncode=number // 2)
+    for worker in workers[:2]:
+        worker.check_ended_well()
+    with pytest.raises(BuildFailed, match="log 2") as caught:
+        workers[2].check_ended_well()
+    assert list(tmp_path.iterdir()) == [Path(caught.value.hint.removeprefix("the whole log: "))]
+
+
+def test_build_refuses_what_is_there_from_a_remote_and_no_run_would_take(tmp_path, events, monkeypatch):
+    """Fails without `check_trust` in `build`: it says that the artifact is there, and the lock names it."""
+    store, package = Store(tmp_path / "store"), tmp_path / "model.pt2"
+    package.write_bytes(b"package")
+    manifest = publish(store, package)
+    monkeypatch.setattr(aot_compile, "_inputs", lambda request: manifest.key_inputs)
+    monkeypatch.setenv("DFLASH_AOT_POLICY", "signed")
+    assert build(requests(SMALL), store)[0].cached, "what was built here can be signed later"
+    path = store.manifest_path("toy_step", SMALL, manifest.key)
+    path.with_suffix(ORIGIN_SUFFIX).write_bytes(origin_document("file:///remote"))
+    with pytest.raises(UntrustedArtifact, match="file:///remote: it is not signed"):
+        build(requests(SMALL), store, progress=events.append)
+    assert events == []
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, ValueError])

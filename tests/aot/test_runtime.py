@@ -21,9 +21,11 @@ from aot.calls import CallCheck, InputMismatch
 from aot.canary import CHECK_INPUTS_VARIABLE, child_environment
 from aot.errors import CorruptArtifact, MissingArtifact, StaleArtifact, UntrustedArtifact
 from aot.fingerprint import Fingerprint
+from aot.lockfile import LockMismatch, lock_of
 from aot.program import CallSpec, TensorSpec
 from aot.runtime import Fingerprints, LoadedArtifact, PreparedArtifact, prepare, resolve, resolve_all
 from aot.store import Store
+from tests.support.stores import FINGERPRINT, publish
 from tests.support.toy import LARGE, SMALL, ToyStep
 
 CPU = torch.device("cpu")
@@ -301,6 +303,28 @@ def test_all_that_cannot_be_used_is_one_error(toy_store: Store) -> None:
     assert "absent 256x16: no artifact" in caught.value.message
     assert caught.value.hint is not None
     assert "dflash-aot build run.toml --buckets 128x8,256x16" in caught.value.hint
+
+
+def test_a_damaged_manifest_of_another_key_stops_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails when `resolve` reads with `Store.manifests`, says nothing, or calls the damaged one missing."""
+    store, package = Store(tmp_path / "store"), tmp_path / "model.pt2"
+    package.write_bytes(b"package")
+    good, other = publish(store, package), publish(store, package, inner=32)
+    path = store.manifest_path("toy_step", SMALL, other.key)
+    path.write_bytes(b"{}")
+    locked = lock_of([other])
+    assert resolve(store, PROGRAM, SMALL, FINGERPRINT) == good
+    assert f"warning: {path}: " in capsys.readouterr().err
+    with pytest.raises(LockMismatch, match="does not name it"):
+        resolve(store, PROGRAM, SMALL, FINGERPRINT, lock={})
+    with pytest.raises(CorruptArtifact, match=other.key):
+        resolve(store, PROGRAM, SMALL, FINGERPRINT, lock=locked)
+    store.manifest_path("toy_step", SMALL, good.key).unlink()
+    with pytest.raises(CorruptArtifact, match=other.key) as caught:
+        resolve(store, PROGRAM, SMALL, FINGERPRINT)
+    assert "dflash-aot build RUN --buckets 128x8" in caught.value.hint
 
 
 def on_other_machine(**changed: str) -> Fingerprint:

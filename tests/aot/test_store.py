@@ -10,9 +10,9 @@ import time
 import pytest
 import zstandard
 
-from aot.errors import CorruptArtifact
+from aot.errors import ConfigError, CorruptArtifact
 from aot.manifest import Manifest
-from aot.store import Store, default_store_root
+from aot.store import MARKER, Store, default_store_root
 from tests.support.stores import inputs_of, package_bytes
 from tests.support.toy import LARGE, SMALL
 
@@ -58,6 +58,42 @@ def test_what_is_published_is_what_is_read(store, published):
 def test_a_store_that_is_not_there_is_empty_and_stays_unmade(store):
     assert store.manifests() == []
     assert not store.root.exists()
+
+
+@pytest.mark.parametrize("name", ["a.txt", "tmp/thesis/a.txt", "build/a.txt"])
+def test_a_folder_of_other_things_is_never_made_a_store(store, package, name):
+    """Fails without `check_ours` in `Store.locked`."""
+    precious = store.root / name
+    precious.parent.mkdir(parents=True)
+    precious.write_text("precious")
+    for action in (store.require_writable, lambda: store.publish(package, inputs_of(), "0" * 64, {})):
+        with pytest.raises(ConfigError, match="is no store"):
+            action()
+    assert [path for path in store.root.rglob("*") if path.is_file()] == [precious]
+
+
+def test_a_store_without_a_mark_is_older_and_gets_one(store, published):
+    """Fails when `check_ours` asks for the mark alone, or takes any content for one."""
+    mark = store.root / MARKER
+    mark.unlink()
+    store.require_writable()
+    assert mark.is_file()
+    mark.write_text('{"schema": 2}')
+    with pytest.raises(ConfigError, match="not the mark"):
+        store.require_writable()
+
+
+def test_a_publisher_sweeps_only_what_a_publisher_made(store, package, published):
+    """Fails when `left_behind` looks at the name, or at `held`, alone."""
+    kept = [store.tmp / "thesis" / "held", store.tmp / ("a" * 32) / "a.txt", store.tmp / "note"]
+    dead = [store.tmp / ("b" * 32) / "held", store.tmp / ("b" * 32) / "blob"]
+    for path in (*kept, *dead):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    (store.tmp / ("c" * 32)).mkdir()
+    store.publish(package, inputs_of(LARGE), "0" * 64, {})
+    assert sorted(path for path in store.tmp.rglob("*") if path.is_file()) == sorted(kept)
+    assert not (store.tmp / ("c" * 32)).exists()
 
 
 def test_the_default_store_is_the_variable_else_under_the_current_folder(monkeypatch):
