@@ -60,9 +60,8 @@ def factory_string(name: str | None = None) -> str:
 
 
 def import_factory(factory: str) -> ProgramFactory:
-    """Import `module:function`; ConfigError if there is none, or if it does not take a factory's arguments."""
-    known = ", ".join(sorted(registered_factories())) or "none"
-    hint = f"name a registered one (there are: {known}), or a `module:function` that Python finds here"
+    """Import `module:function`; ConfigError if there is none or if it takes other arguments."""
+    hint = _known()
     module_name, _, function = factory.partition(":")
     try:
         found = importlib.util.find_spec(module_name) is not None
@@ -83,18 +82,23 @@ def import_factory(factory: str) -> ProgramFactory:
     return found
 
 
+def _known() -> str:
+    known = ", ".join(sorted(registered_factories())) or "none"
+    return f"name a registered one (there are: {known}), or a `module:function` that Python finds here"
+
+
 def load_program_set(
     run_file: str, overrides: Sequence[str] = (), name: str | None = None
 ) -> tuple[str, ProgramSet]:
     """Return the factory's string (what a build worker imports again) and the run's programs.
 
-    Raises ConfigError for an unknown factory or one that makes something else, and whatever the factory raises
-    for a bad run file.
+    Raises ConfigError for an unknown factory or one that makes something else, and whatever the factory
+    raises for a bad run file.
     """
     factory = factory_string(name)
     programs = import_factory(factory)(run_file, tuple(overrides))
     from aot.program import ProgramSet
 
     if not isinstance(programs, ProgramSet):
-        raise ConfigError(f"'{factory}' made no ProgramSet, but a {type(programs).__name__}")
+        raise ConfigError(f"'{factory}' made no ProgramSet, but a {type(programs).__name__}", _known())
     return factory, programs

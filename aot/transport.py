@@ -167,7 +167,10 @@ class _Folder(Transport):
 
     def _create(self, name: str, content: bytes, deadline: _Deadline) -> bool:
         target = self._root / name
-        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except (FileNotFoundError, FileExistsError, NotADirectoryError) as error:
+            raise RemoteFault(f"{self.url}: no folder can be made there", "check the address") from error
         # Written aside: a name that is there is there whole, and a link never replaces one.
         temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
         try:
