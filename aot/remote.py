@@ -225,11 +225,11 @@ class Remote:
                 file.seek(0)
             try:
                 self._continue(manifest, file, start, report)
-            except OversizedRead:
+            except OversizedRead as error:
                 # Or a remote that sends the whole when asked for the rest.
                 file.truncate(0)
                 if start == 0:
-                    raise
+                    raise OversizedRead(error.message, _removal(where)) from None
             except RemoteFault:
                 if attempt == DOWNLOAD_ATTEMPTS - 1 or file.tell() == start:
                     raise
