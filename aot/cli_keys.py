@@ -10,7 +10,7 @@ import click
 
 from aot import console
 from aot.console import CONTEXT, emit, emit_json, examples, json_option, store_option
-from aot.errors import EXIT_OK, ConfigError
+from aot.errors import EXIT_OK, ConfigError, UntrustedArtifact
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 DATE = "YEAR-MONTH-DAY"
+PUBLIC_FILE = "name the file whose path `dflash-aot keys new` printed"
 expires_option = click.option("--expires", metavar=DATE, help="Last day on which its signatures count (UTC).")
 
 
@@ -36,9 +37,12 @@ def keys() -> None:
 @click.argument("name")
 @expires_option
 def new(name: str, expires: str | None) -> None:
-    """Make a key pair and trust it; prints the file to hand to those who shall trust it too."""
-    from aot.signing import Keyring
+    """Make a key pair and trust it; prints the path of the file to hand to those who shall trust it too."""
+    from aot.signing import Keyring, check_date, today
 
+    # Dates of one spelling sort as text.
+    if (day := check_date(expires)) is not None and day < today().isoformat():
+        raise ConfigError(f"{day} is over: nothing that the key signs would count", "give a day to come")
     ring = Keyring.load()
     key = ring.create(name, expires)
     emit(str(ring.public_path(key)))
@@ -94,8 +98,8 @@ def list_keys(as_json: bool) -> int:
 def trust(key: str, name: str | None, expires: str | None) -> None:
     """Trust a key: whoever holds it can run code as you.
 
-    A FILE is what `keys new` printed, HEX the 64 digits of a public key. Ask its owner for the id on another
-    way than the file came.
+    A FILE is the one whose path `keys new` printed, HEX the 64 digits of a public key. Ask its owner for the
+    id on another way than the file came.
     """
     from aot.signing import Keyring
 
@@ -118,9 +122,9 @@ def _read(text: str, name: str | None, expires: str | None) -> PublicKey:
         with Path(text).open("rb") as file:
             key = PublicKey.parse(file.read(MAX_DOCUMENT_BYTES + 1))
     except OSError as error:
-        raise ConfigError(
-            f"cannot read '{text}': {error.strerror}", "name the file that `dflash-aot keys new` printed"
-        ) from None
+        raise ConfigError(f"cannot read '{text}': {error.strerror}", PUBLIC_FILE) from None
+    except UntrustedArtifact as error:
+        raise UntrustedArtifact(f"'{text}': {error.message}", PUBLIC_FILE) from None
     changes = {"name": check_name(name) if name else None, "expires": check_date(expires)}
     return replace(key, **{field: value for field, value in changes.items() if value})
 
@@ -149,11 +153,16 @@ def sign(artifacts: tuple[str, ...], everything: bool, name: str | None, store_r
     if everything == bool(artifacts):
         raise ConfigError("name the artifacts to sign, or `--all`", "`dflash-aot ls` lists them")
     from aot.policy import sign_artifact
-    from aot.signing import Keyring
+    from aot.signing import Keyring, key_id, public_bytes
     from aot.store import Store
 
     store, ring = Store(store_root), Keyring.load()
     private = ring.private_key(name)
+    if problem := ring.problem(key_id(public_bytes(private))):
+        raise UntrustedArtifact(
+            f"{problem}: nobody would believe its signatures",
+            "`dflash-aot keys new NAME` makes a key, `--key NAME` chooses one",
+        )
     chosen = _chosen(store, artifacts)
     for manifest in chosen:
         sign_artifact(store, manifest, private, ring)

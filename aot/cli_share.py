@@ -35,6 +35,8 @@ def _open(url: str) -> Remote:
     from aot.remote import Remote
     from aot.signing import Keyring
 
+    if url.startswith("memory:"):
+        raise ConfigError(f"'{url}' ends with this command", "e.g. `file:///shared`, `s3://bucket/artifacts`")
     return Remote(url, Keyring.load())
 
 
@@ -96,7 +98,11 @@ def pull(artifacts: tuple[str, ...], remote_url: str, store_root: Path, as_json:
     from aot.store import Store
 
     store, remote, fingerprints = Store(store_root), _open(remote_url), Fingerprints()
-    chosen = _choose(artifacts, remote.places(), f"'{remote.url}'")
+    places = remote.places()
+    if not places:
+        hint = "check the address; `dflash-aot push` adds artifacts to it"
+        raise ConfigError(f"there are no artifacts at '{remote.url}'", hint)
+    chosen = _choose(artifacts, places, f"'{remote.url}'")
     return _each(
         "pull", chosen, as_json, lambda place, steps: _pull_one(remote, store, place, fingerprints, steps)
     )

@@ -92,6 +92,10 @@ def verify(
 
     store, policy, here = Store(store_root), Policy(policy_name, allow_unsigned), Fingerprints()
     lock = read_lock(lock_path) if lock_path is not None else None
+    if run_file is None and lock is None and not store_root.is_dir():
+        raise ConfigError(f"there is no store '{store_root}'", "name one with `--store`")
+    if run_file is None and lock is not None and not lock:
+        raise ConfigError(f"'{lock_path}' names no artifacts", "`dflash-aot build RUN` writes it anew")
     if run_file is not None:
         run = Run.load(run_file, overrides, factory_name, buckets_text)
         source = RunSource(run.factory, run.run_file, run.overrides)
@@ -106,9 +110,7 @@ def verify(
     if as_json:
         emit_json({"schema": SCHEMA, "exit_code": code, "checks": [asdict(check) for check in checks]})
         return code
-    _show(
-        checks, explain, f"'{store.root}' holds no artifacts" if lock is None else f"'{lock_path}' is empty"
-    )
+    _show(checks, explain, f"'{store.root}' holds no artifacts")
     return code
 
 

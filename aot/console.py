@@ -43,6 +43,9 @@ _MACHINE_FAULTS = frozenset(
         errno.EIO,
     }
 )
+#: Nor is it a bug if a path that somebody named is of the wrong kind.
+_PATH_FAULTS = frozenset({errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EISDIR})
+_PLACES = "`--store`, `--output`, `--lock` or `--remote`, whichever it is"
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -111,7 +114,7 @@ def run(cli: click.Command, name: str, arguments: Sequence[str] | None = None) -
         report_error("interrupted")
         return EXIT_INTERRUPTED
     except OSError as error:
-        if error.errno not in _MACHINE_FAULTS:
+        if error.errno not in _MACHINE_FAULTS and not (error.filename and error.errno in _PATH_FAULTS):
             raise
         where = f": {error.filename}" if error.filename else ""
         report_error(f"{os.strerror(error.errno or 0).lower()}{where}", _machine_hint(error))
@@ -130,11 +133,13 @@ def _usage_hint(error: click.UsageError, name: str) -> str:
 
 def _machine_hint(error: OSError) -> str | None:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "free some space, or name another folder with `--store` or TMPDIR"
+        return f"free some space, or name another folder: TMPDIR, {_PLACES}"
     if error.errno == errno.EROFS:
-        return "name a writable folder with `--store`"
+        return f"name a path that can be written: {_PLACES}"
     if error.errno in (errno.EACCES, errno.EPERM):
-        return "run as the owner of that path, or name another one with `--store`"
+        return f"run as the owner of that path, or name another one: {_PLACES}"
+    if error.errno in _PATH_FAULTS:
+        return f"look what lies there, a file or a folder, and name the right path: {_PLACES}"
     return None
 
 

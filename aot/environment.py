@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aot.console import note
 from aot.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -142,8 +143,8 @@ def _text(value: Any) -> str | None:
 
 
 def read_snapshot(path: Path) -> dict[str, Any]:
-    """Read the snapshot of a checkpoint folder, of the newest checkpoint under a run's folder, or of a JSON
-    file.
+    """Read the snapshot of a checkpoint folder, of the newest checkpoint in a run's folder (told on stderr),
+    or of a JSON file.
 
     Raises ConfigError if there is none or if it is not a snapshot.
     """
@@ -151,10 +152,12 @@ def read_snapshot(path: Path) -> dict[str, Any]:
     if path.is_dir():
         file = path / FILE_NAME
         if not file.exists():
-            found = list(path.rglob(FILE_NAME))
+            checkpoints = path if path.name == "checkpoints" else path / "checkpoints"
+            found = list(checkpoints.glob(f"*/{FILE_NAME}"))
             if not found:
-                raise ConfigError(f"'{path}' holds no {FILE_NAME}", "name a checkpoint's folder")
+                raise ConfigError(f"'{path}' holds no {FILE_NAME}", "name a checkpoint's folder, or a run's")
             file = max(found, key=_numbers)
+            note(f"the newest checkpoint: '{file}'")
     try:
         value = json.loads(file.read_text("utf-8"))
     except OSError as error:

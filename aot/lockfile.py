@@ -7,8 +7,12 @@ field by field when neither artifact is there any more. It is JSON in one spelli
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +57,7 @@ class LockedArtifact:
 
     def differences(self, found: LockedArtifact) -> list[Difference]:
         """Where another artifact of the same place differs from this one: its inputs, else what was built."""
-        if (self.key, self.package_digest) == (found.key, found.package_digest):
+        if self == found:
             return []
         inputs = self.inputs.differences(found.inputs, at_load=False)
         if inputs:
@@ -104,7 +108,9 @@ def read_lock(path: Path) -> dict[Place, LockedArtifact]:
     try:
         return _parse(data)
     except CorruptArtifact as error:
-        raise CorruptArtifact(f"{path}: {error.message}", "`dflash-aot build RUN` writes it anew") from None
+        raise CorruptArtifact(
+            f"{path}: {error.message}", "`dflash-aot build RUN` (without `--buckets`) writes it anew"
+        ) from None
 
 
 def write_lock(path: Path, lock: Lock) -> None:
@@ -118,10 +124,35 @@ def write_lock(path: Path, lock: Lock) -> None:
 def update_lock(path: Path, manifests: Iterable[Manifest], whole: bool) -> None:
     """Name newly built artifacts. `whole`: they are all of the run, other entries go; else those are kept.
 
-    Raises as `read_lock` does when entries of a file that cannot be read would have to be kept.
+    Two builds that write at once keep each other's entries. Raises CorruptArtifact or ConfigError when
+    entries of a file that cannot be read would have to be kept.
     """
-    kept = {} if whole or not path.exists() else read_lock(path)
-    write_lock(path, {**kept, **lock_of(manifests)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _alone_in(path.parent):
+        try:
+            kept = {} if whole or not path.exists() else read_lock(path)
+        except CorruptArtifact as error:
+            hint = (
+                "`dflash-aot build RUN` without `--buckets` writes it anew: it names all artifacts of the run"
+            )
+            raise CorruptArtifact(error.message, hint) from None
+        write_lock(path, {**kept, **lock_of(manifests)})
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep others who ask from the lock files in a folder: the file itself is replaced when it is written."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            # Some network file systems lock no folders: there the last of two writers wins.
+            if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def lock_differences(then: Lock, now: Lock) -> list[tuple[Place, list[Difference]]]:

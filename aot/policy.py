@@ -79,8 +79,13 @@ def check_trust(store: Store, manifest: Manifest, policy: Policy) -> str:
     Raises UntrustedArtifact naming the artifact, what is wrong with its signatures, and what mends it.
     """
     path = store.manifest_path(manifest.program, manifest.bucket, manifest.key)
-    mark = _read(path.with_suffix(ORIGIN_SUFFIX))
-    remote = None if mark is None else parse_origin(mark)
+    rebuild = f"build it here: `rm '{path}'`, then `dflash-aot build RUN`"
+    origin = path.with_suffix(ORIGIN_SUFFIX)
+    mark = _read(origin)
+    try:
+        remote = None if mark is None else parse_origin(mark)
+    except UntrustedArtifact as error:
+        raise UntrustedArtifact(f"{manifest}: '{origin}': {error.message}", rebuild) from None
     if remote is None and policy.name == "local":
         return "built here"
     signatures = _read(path.with_suffix(SIGNATURE_SUFFIX))
@@ -93,15 +98,14 @@ def check_trust(store: Store, manifest: Manifest, policy: Policy) -> str:
         if remote is not None:
             raise UntrustedArtifact(
                 f"{manifest} came from {remote}: {error.message}",
-                "trust its signer with `dflash-aot keys trust FILE`, or build it here: "
-                f"`rm '{path}'`, then `dflash-aot build RUN`",
+                f"{error.hint}, or {rebuild}" if error.hint else rebuild,
             ) from None
         if any(manifest.key.startswith(prefix) for prefix in policy.allow_unsigned):
             warn(f"{manifest}: {error.message}; used all the same, as `--allow-unsigned` says")
             return "allowed without a signature"
         raise UntrustedArtifact(
             f"{manifest}: {error.message}, and the policy is 'signed'",
-            f"if you vouch for it: `dflash-aot sign {manifest.key[:12]}`",
+            error.hint or f"if you vouch for it: `dflash-aot sign {manifest.key[:12]}`",
         ) from None
     return f"signed by {policy.keyring.trusted[signer].name} ({signer[:SHOWN_ID]})"
 

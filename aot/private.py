@@ -20,7 +20,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from aot.errors import UntrustedArtifact
+from aot.errors import ConfigError, EnvironmentFault, UntrustedArtifact
 from aot.trust import check_trusted_folder
 
 if TYPE_CHECKING:
@@ -42,19 +42,25 @@ _own: dict[Path, _Own] = {}
 
 
 def private_folder(path: Path | None = None) -> Path:
-    """The folder of this user's private files; UntrustedArtifact if anybody else may write there.
+    """The folder of this user's private files.
 
+    Raises UntrustedArtifact if anybody else may write there, ConfigError if it is no folder, EnvironmentFault
+    if no library may be loaded from it.
     `path`, else DFLASH_AOT_PRIVATE_DIR, else `dflash-aot-UID` in the temporary folder.
     """
     if path is None:
         named = os.environ.get(PRIVATE_VARIABLE)
         path = Path(named) if named else Path(tempfile.gettempdir(), f"dflash-aot-{os.getuid()}")
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    hint = f"name a folder of your own: `export {PRIVATE_VARIABLE}=...`"
     try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_trusted_folder(path)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigError(f"the private folder '{path}' is no folder", hint) from None
     except UntrustedArtifact as error:
-        hint = f"name a folder of your own: `export {PRIVATE_VARIABLE}=...`"
         raise UntrustedArtifact(error.message, hint) from None
+    if os.statvfs(path).f_flag & os.ST_NOEXEC:
+        raise EnvironmentFault(f"'{path}' is mounted noexec: no package can be loaded from it", hint)
     return path.absolute()
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 from typing import TYPE_CHECKING
 
@@ -59,18 +60,31 @@ def factory_string(name: str | None = None) -> str:
 
 
 def import_factory(factory: str) -> ProgramFactory:
-    """Import `module:function`; ConfigError if there is no such module or function."""
+    """Import `module:function`; ConfigError if there is none or if it takes other arguments."""
+    hint = _known()
     module_name, _, function = factory.partition(":")
     try:
         found = importlib.util.find_spec(module_name) is not None
     except (ModuleNotFoundError, ValueError):
         found = False
     if not found:
-        raise ConfigError(f"there is no module '{module_name}' for the programs '{factory}'")
+        raise ConfigError(f"there is no module '{module_name}' for the programs '{factory}'", hint)
     module = importlib.import_module(module_name)
     if not hasattr(module, function):
-        raise ConfigError(f"module '{module_name}' has no function '{function}'")
-    return getattr(module, function)
+        raise ConfigError(f"module '{module_name}' has no function '{function}'", hint)
+    found = getattr(module, function)
+    try:
+        inspect.signature(found).bind("run", ())
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"'{factory}' is no factory of programs: it takes no (run_file, overrides)", hint
+        ) from None
+    return found
+
+
+def _known() -> str:
+    known = ", ".join(sorted(registered_factories())) or "none"
+    return f"name a registered one (there are: {known}), or a `module:function` that Python finds here"
 
 
 def load_program_set(
@@ -78,7 +92,13 @@ def load_program_set(
 ) -> tuple[str, ProgramSet]:
     """Return the factory's string (what a build worker imports again) and the run's programs.
 
-    Raises ConfigError for an unknown factory, and whatever the factory raises for a bad run file.
+    Raises ConfigError for an unknown factory or one that makes something else, and whatever the factory
+    raises for a bad run file.
     """
     factory = factory_string(name)
-    return factory, import_factory(factory)(run_file, tuple(overrides))
+    programs = import_factory(factory)(run_file, tuple(overrides))
+    from aot.program import ProgramSet
+
+    if not isinstance(programs, ProgramSet):
+        raise ConfigError(f"'{factory}' made no ProgramSet, but a {type(programs).__name__}", _known())
+    return factory, programs

@@ -110,7 +110,9 @@ class Remote:
         except CorruptArtifact as error:
             raise CorruptArtifact(f"{where}: {error.message}", _removal(where)) from None
         if Place.of(manifest) != place:
-            raise CorruptArtifact(f"{where}: filed under another name, it describes {manifest}")
+            raise CorruptArtifact(
+                f"{where}: filed under another name, it describes {manifest}", _removal(where)
+            )
         signature = self._read(place.name(SIGNATURE_SUFFIX), MAX_DOCUMENT_BYTES)
         if signature is None:
             raise UntrustedArtifact(
@@ -187,19 +189,24 @@ class Remote:
         try:
             check_signature(data, signature, self.keyring)
         except UntrustedArtifact as error:
-            hint = error.hint or "if you trust its signer: `dflash-aot keys trust FILE`, their public key"
+            hint = (
+                error.hint
+                or f"remove '{where}', then `dflash-aot sign` and `dflash-aot push` where it was built"
+            )
             raise UntrustedArtifact(f"{where}: {error.message}", hint) from None
 
     def _check_blob(self, manifest: Manifest) -> None:
         """Hash the blob that lies at the remote, keeping none of it."""
         name, digest = _blob_name(manifest), hashlib.sha256()
+        where = f"{self.url}/{name}"
         try:
             for chunk in self.transport.read(name, manifest.blob_size):
                 digest.update(chunk)
         except FileNotFoundError:
-            raise RemoteFault(f"{self.url}/{name} was there and is gone", "push again") from None
+            raise RemoteFault(f"{where} was there and is gone", "push again") from None
+        except OversizedRead as error:
+            raise CorruptArtifact(error.message, _removal(where)) from None
         if digest.hexdigest() != manifest.blob_digest:
-            where = f"{self.url}/{name}"
             raise CorruptArtifact(f"{where}: its bytes are not those of its name", _removal(where))
 
     def _read(self, name: str, limit: int) -> bytes | None:
@@ -218,23 +225,26 @@ class Remote:
                 file.seek(0)
             try:
                 self._continue(manifest, file, start, report)
-            except OversizedRead:
+            except OversizedRead as error:
                 # Or a remote that sends the whole when asked for the rest.
                 file.truncate(0)
                 if start == 0:
-                    raise
+                    raise OversizedRead(error.message, _removal(where)) from None
             except RemoteFault:
                 if attempt == DOWNLOAD_ATTEMPTS - 1 or file.tell() == start:
                     raise
             except FileNotFoundError:
-                raise CorruptArtifact(f"{where} is not there, its manifest is") from None
+                hint = "`dflash-aot push` again from the store that it came from"
+                raise CorruptArtifact(f"{where} is not there, its manifest is", hint) from None
             else:
                 file.seek(0)
                 if hashlib.file_digest(file, "sha256").hexdigest() == manifest.blob_digest:
                     return
                 file.truncate(0)
                 if start == 0:
-                    raise CorruptArtifact(f"{where}: its bytes are not those that were published")
+                    raise CorruptArtifact(
+                        f"{where}: its bytes are not those that were published", _removal(where)
+                    )
         raise RemoteFault(f"{where}: {DOWNLOAD_ATTEMPTS} attempts did not complete it", "try again later")
 
     def _continue(self, manifest: Manifest, file: BinaryIO, start: int, report: Report) -> None:
@@ -244,10 +254,12 @@ class Remote:
             file.write(chunk)
             report(file.tell())
         if file.tell() < manifest.blob_size:
-            raise RemoteFault(
-                f"{self.url}/{_blob_name(manifest)}: ended after {file.tell()} of {manifest.blob_size} bytes",
-                "try again: what came is kept",
-            )
+            where = f"{self.url}/{_blob_name(manifest)}"
+            message = f"{where}: ended after {file.tell()} of {manifest.blob_size} bytes"
+            if file.tell() == start:
+                # Asked for what follows, it has nothing: this is no transfer that broke off.
+                raise CorruptArtifact(message, _removal(where))
+            raise RemoteFault(message, "try again: what came is kept")
 
 
 def lookup(
@@ -300,7 +312,9 @@ def _read_blob(manifest: Manifest, store: Store) -> bytes:
     with open_trusted(path) as file:
         blob = file.read(manifest.blob_size + 1)
     if hashlib.sha256(blob).hexdigest() != manifest.blob_digest:
-        raise CorruptArtifact(f"{path}: its bytes are not those that were published")
+        raise CorruptArtifact(
+            f"{path}: its bytes are not those that were published", "`dflash-aot build RUN` replaces it"
+        )
     return blob
 
 

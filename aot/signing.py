@@ -65,15 +65,20 @@ def merge_signatures(earlier: bytes, later: bytes) -> bytes:
 def check_signature(manifest_bytes: bytes, signature_bytes: bytes, keyring: Keyring) -> str:
     """Return the id of a trusted key that signed exactly these bytes.
 
-    Raises UntrustedArtifact saying what is wrong with every signature there is.
+    Raises UntrustedArtifact saying what is wrong with every signature there is; the hint is None unless it
+    would help to trust a signer.
     """
-    problems = []
+    problems, hint = [], None
     for entry in _signatures(signature_bytes):
-        problem = keyring.problem(entry["key_id"]) or _mismatch(manifest_bytes, entry, keyring)
+        signer = entry["key_id"]
+        problem = keyring.problem(signer)
+        if problem and signer not in keyring.revoked:
+            hint = "if you trust its signer: `dflash-aot keys trust FILE`, their public key"
+        problem = problem or _mismatch(manifest_bytes, entry, keyring)
         if problem is None:
-            return entry["key_id"]
+            return signer
         problems.append(problem)
-    raise UntrustedArtifact("; ".join(problems) or "it carries no signature")
+    raise UntrustedArtifact("; ".join(problems) or "it carries no signature", hint)
 
 
 def origin_document(remote: str) -> bytes:
@@ -224,7 +229,8 @@ def default_keys_folder() -> Path:
     return Path(named) if named else Path.home() / ".config" / "dflash-aot" / "keys"
 
 
-def _today() -> datetime.date:
+def today() -> datetime.date:
+    """The day by which keys expire (UTC)."""
     return datetime.datetime.now(datetime.UTC).date()
 
 
@@ -255,7 +261,7 @@ class Keyring:
         revoked = frozenset(path.name for path in _entries(folder, "revoked", ""))
         return cls(folder, trusted, revoked, tuple(p.stem for p in _entries(folder, "private", ".pem")))
 
-    def problem(self, signer: str, today: datetime.date | None = None) -> str | None:
+    def problem(self, signer: str, day: datetime.date | None = None) -> str | None:
         """Say why signatures of a key do not count, or None."""
         key = self.trusted.get(signer)
         name = str(key) if key else f"key {signer[:SHOWN_ID]}"
@@ -263,7 +269,7 @@ class Keyring:
             return f"{name} is revoked"
         if key is None:
             return f"{name} is not among your trusted keys"
-        return f"{name} expired on {key.expires}" if key.expired(today or _today()) else None
+        return f"{name} expired on {key.expires}" if key.expired(day or today()) else None
 
     def create(self, name: str, expires: str | None = None) -> PublicKey:
         """Make a key pair, trust it, return its public half. Raises ConfigError for a name that is taken."""

@@ -7,6 +7,7 @@ least of all "not there", outlives the call. What the bytes mean is `aot.remote`
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -101,7 +102,15 @@ class Transport(ABC):
         # The layers below (fsspec, botocore, aiohttp) share no base class; all of it is the remote's fault.
         except Exception as error:
             what = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise RemoteFault(f"{self.url}/{name}: {what}", "check the address and your access") from error
+            raise RemoteFault(f"{self.url}/{name}: {what}", _hint(error)) from error
+
+
+def _hint(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space at the remote, or name another one"
+    if isinstance(error, OSError) and error.errno == errno.EROFS:
+        return "the remote cannot be written from here: name another one"
+    return "check the address and your access"
 
 
 class _Deadline:
@@ -158,7 +167,10 @@ class _Folder(Transport):
 
     def _create(self, name: str, content: bytes, deadline: _Deadline) -> bool:
         target = self._root / name
-        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except (FileNotFoundError, FileExistsError, NotADirectoryError) as error:
+            raise RemoteFault(f"{self.url}: no folder can be made there", "check the address") from error
         # Written aside: a name that is there is there whole, and a link never replaces one.
         temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
         try:
@@ -242,7 +254,13 @@ class _S3(Transport):
         from fsspec.asyn import sync
 
         rest = {"Range": f"bytes={start}-"} if start else {}
-        body = self._call("get_object", deadline, Key=self._key(name), **rest)["Body"]
+        try:
+            body = self._call("get_object", deadline, Key=self._key(name), **rest)["Body"]
+        except OSError as error:
+            # There is nothing from `start` on.
+            if _answer(error, "ResponseMetadata", "HTTPStatusCode") == 416:
+                return
+            raise
         try:
             while chunk := sync(self._s3.loop, body.read, CHUNK_BYTES, timeout=deadline.left()):
                 yield chunk

@@ -76,7 +76,8 @@ def _open_entry(path: Path, folder: int, flags: int) -> int:
         if stat.S_ISLNK(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):
             raise UntrustedArtifact(
                 f"{path} is a symbolic link: whoever owns it decides what is loaded",
-                f"name the real path: `--store {os.path.realpath(path)}`",
+                f"if you named it, name '{(real := os.path.realpath(path))}' in its place; inside a store or "
+                f"keyring: `rm '{path}' && mv '{real}' '{path}'`",
             ) from None
         raise UntrustedArtifact(f"{path} cannot be opened: {error.strerror}") from None
 

@@ -21,6 +21,7 @@ def tool(monkeypatch, capsys, tmp_path):
     """Run a command line in this process: (exit code, stdout, stderr)."""
     monkeypatch.setenv("DFLASH_AOT_PROGRAMS", FACTORY)
     monkeypatch.setenv("DFLASH_AOT_KEYS", str(tmp_path / "keys"))
+    monkeypatch.setenv("DFLASH_AOT_LOCK", str(tmp_path / "artifacts.lock"))
     monkeypatch.setenv("DFLASH_AOT_REMOTE", f"file://{tmp_path}/shared")
     monkeypatch.setenv("DFLASH_AOT_STORE", str(tmp_path / "mine"))
 
@@ -105,10 +106,18 @@ def test_an_unsigned_store_is_not_pushed(tool, own_store, tmp_path):
     assert not (tmp_path / "shared").exists()
 
 
-def test_mistakes_are_usage_errors(tool, monkeypatch, tmp_path):
+def test_mistakes_are_usage_errors(tool, signed_store, monkeypatch, tmp_path):
+    """Fails, with exit code 0, if an address where nothing lies passes for a remote without artifacts."""
     code, _, err = tool("pull", "--remote", "ftp://host/a")
     assert (code, "s3://" in err) == (64, True)
-    (tmp_path / "shared").mkdir()
+    for command in ("push", "pull"):
+        code, _, err = tool(command, "--remote", "memory://x", "--store", signed_store.root)
+        assert (code, "ends with this command" in err) == (64, True)
+    code, _, err = tool("pull")
+    assert (code, f"there are no artifacts at 'file://{tmp_path}/shared'" in err) == (64, True)
+    code, _, err = tool("push", "--remote", "file:///proc/x", "--store", signed_store.root)
+    assert (code, "no folder can be made there" in err) == (69, True)
+    tool("push", "--store", signed_store.root)
     code, _, err = tool("pull", "abc")
     assert (code, "no artifact 'abc'" in err) == (64, True)
     monkeypatch.delenv("DFLASH_AOT_REMOTE")

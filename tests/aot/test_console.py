@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 from collections.abc import Callable
 
 import click
@@ -52,7 +53,8 @@ def test_what_a_command_returns_is_its_exit_code(result: int | None, code: int) 
             OSError(errno.ENOSPC, "x", "/store/blob"),
             69,
             "error: no space left on device: /store/blob\n\n"
-            "hint: free some space, or name another folder with `--store` or TMPDIR\n",
+            "hint: free some space, or name another folder: TMPDIR, `--store`, `--output`, `--lock` or "
+            "`--remote`, whichever it is\n",
         ),
         (KeyboardInterrupt(), 130, "\nerror: interrupted\n"),
     ],
@@ -154,3 +156,14 @@ def test_colour_is_for_terminals_and_no_color_is_honoured(
     console.report_error("it broke")
     assert ("\x1b[" in terminal.getvalue()) is colored
     assert "error:" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("code", [errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EROFS])
+def test_a_path_of_the_wrong_kind_is_told_in_one_line(code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails without `_PATH_FAULTS` (a traceback), or if the hint knows of `--store` alone."""
+    assert run(fails(OSError(code, "x", "/some/path"))) == 69
+    out, err = capsys.readouterr()
+    message, _, hint = err.partition("\n\n")
+    assert (out, message) == ("", f"error: {os.strerror(code).lower()}: /some/path")
+    for option in ("--store", "--output", "--lock"):
+        assert option in hint

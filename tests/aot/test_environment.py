@@ -106,3 +106,15 @@ def test_what_is_no_snapshot_is_refused(tmp_path: Path, content: str | None) -> 
         read_snapshot(tmp_path)
     with pytest.raises(ConfigError, match="absent"):
         read_snapshot(tmp_path / "absent")
+
+
+def test_only_a_runs_own_checkpoints_are_looked_through(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if the whole tree is searched, or if nobody is told which snapshot was taken."""
+    newest = checkpoint(tmp_path / "run/checkpoints/step-2", "2.36")
+    for path in (tmp_path / "run", newest.parent):
+        assert read_snapshot(path)["key"]["glibc"] == "2.36"
+        assert f"'{newest / FILE_NAME}'" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="holds no environment"):
+        read_snapshot(tmp_path)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from aot import lockfile
 from aot.errors import ConfigError, CorruptArtifact, StaleArtifact
 from aot.lockfile import (
     LockedArtifact,
@@ -30,6 +33,8 @@ from tests.support.vouched import FINGERPRINT, publish
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from aot.lockfile import Lock
 
 PROGRAM = ToyStep()
 OTHER_COMPILER = replace(FINGERPRINT, compiler="g++ 99")
@@ -175,3 +180,38 @@ def test_a_run_refuses_what_its_lock_does_not_name_or_names_otherwise(tmp_path: 
         run({**lock_of([large]), rebuilt.place: rebuilt})
     with pytest.raises(StaleArtifact, match="identity"):
         resolve(store, ToyStep(inner=32), SMALL, FINGERPRINT, lock=lock_of([small]))
+
+
+def test_builds_that_write_at_once_keep_each_others_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails without `_alone_in`: both read before one has written, and the last drops the other's entry."""
+    path = tmp_path / "runs" / "artifacts.lock"
+    write = lockfile.write_lock
+
+    def slowly(path: Path, lock: Lock) -> None:
+        time.sleep(0.2)
+        write(path, lock)
+
+    monkeypatch.setattr(lockfile, "write_lock", slowly)
+    small, large = made_up(), made_up(bucket=LARGE)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda manifest: update_lock(path, [manifest], whole=False), [small, large]))
+    assert read_lock(path) == lock_of([small, large])
+    assert [entry.name for entry in path.parent.iterdir()] == ["artifacts.lock"]
+
+
+def test_an_edited_graph_hash_is_a_difference() -> None:
+    """Fails if `differences` compares key and package digest alone."""
+    (entry,) = lock_of([made_up()]).values()
+    (difference,) = replace(entry, graph_hash="b" * 64).differences(entry)
+    assert str(difference) == "graph_hash: expected bbbbbbbbbbbb, found aaaaaaaaaaaa"
+
+
+def test_a_damaged_lock_file_that_part_of_a_run_cannot_change_names_what_can(tmp_path: Path) -> None:
+    """Fails with the hint of `read_lock`: repeated with `--buckets`, that command meets the same file."""
+    path = tmp_path / "artifacts.lock"
+    path.write_text("hello")
+    with pytest.raises(CorruptArtifact) as caught:
+        update_lock(path, [made_up()], whole=False)
+    assert "`dflash-aot build RUN` without `--buckets`" in (caught.value.hint or "")

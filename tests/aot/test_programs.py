@@ -1,5 +1,7 @@
 """How a run's programs are found."""
 
+import re
+
 import pytest
 
 from aot import programs
@@ -49,3 +51,33 @@ def test_an_error_inside_a_factory_module_is_not_hidden(tmp_path, monkeypatch: p
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
         load_program_set("toy", (), "broken_factory:f")
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("os:getcwd", "takes no (run_file, overrides)"),
+        ("os:sep", "takes no (run_file, overrides)"),
+        ("nope:foo", "there is no module 'nope'"),
+        ("os:nope", "has no function 'nope'"),
+    ],
+)
+def test_what_is_no_factory_is_refused_with_those_that_are(
+    registered: dict[str, str], factory: str, message: str
+) -> None:
+    """Fails, with a TypeError, without the look at the signature; without a hint for an unknown name."""
+    registered["toy"] = FACTORY
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        load_program_set("toy", (), factory)
+    assert "there are: toy" in (caught.value.hint or "")
+
+
+def test_a_factory_must_make_programs(registered: dict[str, str]) -> None:
+    """Fails, with an AttributeError much later, without the look at the result."""
+    with pytest.raises(ConfigError, match="made no ProgramSet, but a tuple") as caught:
+        load_program_set("toy", (), f"{__name__}:pair")
+    assert caught.value.hint
+
+
+def pair(run_file: str, overrides: tuple[str, ...]) -> tuple[object, ...]:
+    return run_file, overrides

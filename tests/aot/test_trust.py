@@ -1,4 +1,5 @@
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,16 @@ def test_refusals_leave_no_descriptor_open(file, tmp_path):
         with pytest.raises((UntrustedArtifact, CorruptArtifact)):
             open_trusted(path)
     assert len(list(descriptors.iterdir())) == before
+
+
+def test_the_hint_for_a_link_inside_a_store_mends_it(file):
+    """Fails with a hint that takes what the link points to for a store."""
+    link = file.parent
+    real = link.rename(link.parent / "real")
+    link.symlink_to(real)
+    with pytest.raises(UntrustedArtifact) as caught:
+        open_trusted(file)
+    assert "--store" not in caught.value.hint
+    command = caught.value.hint.split("`")[1]
+    subprocess.run(command, shell=True, check=True)
+    open_trusted(file).close()

@@ -1,6 +1,7 @@
 """Remotes: what is refused, and that nothing is there by halves (rows 17, 18 and 21 of the fault table)."""
 
 import dataclasses
+import errno
 import itertools
 import os
 import signal
@@ -380,3 +381,36 @@ def test_pull_takes_what_fits_this_machine(pushed):
 
 def test_the_bucket_of_a_place_is_written_one_way():
     assert Place.parse(f"manifests/toy_step/{SMALL}/{'0' * 64}.json") == Place("toy_step", SMALL, "0" * 64)
+
+
+@pytest.mark.parametrize("damage", ["empty", "short", "long", "flipped"])
+def test_a_damaged_blob_is_to_be_removed_at_the_remote(url, keyring, pushed, theirs, mine, tried, damage):
+    """Fails if a blob that ends early counts as a transfer that broke off: "try again" would never help."""
+    name = f"blobs/{pushed.blob_digest}.zst"
+    blob = theirs.blob_path(pushed).read_bytes()
+    flipped = bytes([blob[0] ^ 1]) + blob[1:]
+    bad = {"empty": b"", "short": blob[:-1], "long": blob + b"x", "flipped": flipped}
+    put(url, name, bad[damage])
+    remote, removal = Remote(url, keyring), f"remove '{url}/{name}' and push it again"
+    with pytest.raises(CorruptArtifact) as caught:
+        remote.push(pushed, theirs)
+    assert caught.value.hint == removal
+    with pytest.raises((CorruptArtifact, OversizedRead)) as caught:
+        fetch(remote, Place.of(pushed), mine)
+    assert caught.value.hint == removal
+
+
+@pytest.mark.parametrize(
+    ("code", "hint"),
+    [(errno.ENOSPC, "free some space"), (errno.EROFS, "cannot be written"), (errno.EACCES, "your access")],
+)
+def test_the_hint_of_a_fault_follows_its_cause(tmp_path, monkeypatch, code, hint):
+    """Fails if a full remote is blamed on its address."""
+
+    def full(descriptor):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RemoteFault) as caught:
+        open_transport(f"file://{tmp_path}").create("a", b"x")
+    assert hint in caught.value.hint

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from aot import compile as compile_module
 from aot import store as store_module
 from aot.compile import build
-from aot.errors import EnvironmentFault, UserError
+from aot.errors import CorruptArtifact, EnvironmentFault, UserError
 from aot.remote import Place, Remote, lookup
 from aot.signing import ORIGIN_SUFFIX
 from aot.store import Store
@@ -328,3 +328,16 @@ def test_two_pulls_of_one_artifact_share_a_store(server, remote, keyring, pushed
     assert failures == []
     assert mine.intact("toy_step", SMALL, pushed.key) == pushed
     assert mine.manifest_path("toy_step", SMALL, pushed.key).with_suffix(ORIGIN_SUFFIX).exists()
+
+
+def test_a_blob_that_ends_early_in_s3_is_to_be_removed(server: MisbehavingServer, remote, pushed, mine):
+    """Fails if the answer 416, nothing from there on, counts as a fault of the network."""
+    import boto3
+
+    bucket, _, prefix = URL.removeprefix("s3://").partition("/")
+    name = f"blobs/{pushed.blob_digest}.zst"
+    blob = b"".join(remote.transport.read(name, pushed.blob_size))
+    boto3.client("s3").put_object(Bucket=bucket, Key=f"{prefix}/{name}".lstrip("/"), Body=blob[:-1])
+    with pytest.raises(CorruptArtifact, match="ended after") as caught:
+        fetch(remote, Place.of(pushed), mine)
+    assert caught.value.hint == f"remove '{URL}/{name}' and push it again"

@@ -12,6 +12,7 @@ import pytest
 from aot import console, runtime
 from aot.cli import cli
 from aot.errors import ConfigError, CorruptArtifact, UntrustedArtifact
+from aot.lockfile import write_lock
 from aot.policy import NAMES, Policy, check_trust, sign_artifact
 from aot.signing import ORIGIN_SUFFIX, SIGNATURE_SUFFIX, Keyring, sign
 from aot.store import Store
@@ -169,8 +170,12 @@ def test_the_override_is_of_one_key_is_told_each_time_and_never_for_a_remote(
     # A mark that cannot be read is a mark.
     for content in (b"", b"{}"):
         mark.write_bytes(content)
-        with pytest.raises(UntrustedArtifact, match="origin mark"):
+        with pytest.raises(UntrustedArtifact, match="origin mark") as caught:
             check_trust(vouched, made, policy("local", ring, made.key))
+        # Which artifact, which file, and what to do.
+        assert str(made) in caught.value.message
+        assert str(mark) in caught.value.message
+        assert "then `dflash-aot build RUN`" in (caught.value.hint or "")
 
 
 def test_no_environment_or_flag_weakens_silently(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,3 +308,81 @@ def test_from_a_new_key_to_a_signed_store_and_to_revocation(
     code, out, _ = tool("bob", "keys", "list")
     assert "no: key 'from-alice'" in out
     assert '"can_sign": true' in tool("alice", "keys", "list", "--json")[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("fault", ["others can write the keyring", "a link to the keyring"])
+def test_a_keyring_that_cannot_be_read_is_what_the_hint_mends(
+    vouched: Store, made: Manifest, ring: Keyring, fault: str, name: str
+) -> None:
+    """Fails if the hint of the error below is thrown away: to trust the signer again would not help."""
+    write_signature(vouched, made, ring)
+    mark_as_remote(vouched, made)
+    trusted = ring.folder / "trusted"
+    if fault == "a link to the keyring":
+        trusted.symlink_to(trusted.rename(ring.folder / "real"))
+    else:
+        trusted.chmod(0o770)
+    with pytest.raises(UntrustedArtifact) as caught:
+        check_trust(vouched, made, policy(name, ring))
+    mended = "export DFLASH_AOT_KEYS=" if "link" in fault else f"`chmod go-w '{trusted}'`"
+    assert mended in (caught.value.hint or "")
+    assert "keys trust" not in (caught.value.hint or "")
+
+
+def test_a_revoked_signer_is_not_to_be_trusted_again(vouched: Store, made: Manifest, ring: Keyring) -> None:
+    """Fails with one hint for all bad signatures: `keys trust` refuses the file of a revoked key."""
+    mark_as_remote(vouched, made)
+    for fault, helps in ((by_a_stranger, True), (by_a_revoked_key, False)):
+        fault(vouched, made, ring)
+        with pytest.raises(UntrustedArtifact) as caught:
+            check_trust(vouched, made, policy("local", ring))
+        hint = caught.value.hint or ""
+        assert ("keys trust" in hint, "dflash-aot build RUN" in hint) == (helps, True)
+
+
+def test_a_key_whose_time_is_over_is_not_made_and_does_not_sign(
+    vouched: Store,
+    made: Manifest,
+    ring: Keyring,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Fails without the checks in `keys new` and `sign`: both say that all is well, and `push` refuses."""
+    keyring(ring.folder, "old", expires="2020-01-01")
+    monkeypatch.setenv("DFLASH_AOT_KEYS", str(ring.folder))
+    assert console.run(cli, "dflash-aot", ["keys", "new", "bob", "--expires", "2020-01-01"]) == 64
+    assert "2020-01-01 is over" in capsys.readouterr().err
+    assert "bob" not in Keyring.load(ring.folder).private
+    assert (
+        console.run(cli, "dflash-aot", ["sign", "--all", "--key", "old", "--store", str(vouched.root)]) == 1
+    )
+    out, err = capsys.readouterr()
+    assert (out, "expired on 2020-01-01" in err, "hint: " in err) == ("", True, True)
+    assert not beside(vouched, made, SIGNATURE_SUFFIX).exists()
+
+
+def test_a_bad_public_file_is_named_with_a_way_out(
+    ring: Keyring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails without the path and the hint that `keys trust` adds."""
+    monkeypatch.setenv("DFLASH_AOT_KEYS", str(ring.folder))
+    bad = tmp_path / "alice.json"
+    bad.write_text("hello")
+    assert console.run(cli, "dflash-aot", ["keys", "trust", str(bad)]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: '{bad}': public key: cannot be read")
+    assert "hint: name the file" in err
+
+
+def test_what_is_not_there_is_not_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if nothing to check counts as all good: a pipeline with a typo in it would pass."""
+    lock = tmp_path / "artifacts.lock"
+    write_lock(lock, {})
+    for words in (["--all", "--store", str(tmp_path / "typo")], ["--lock", str(lock)]):
+        assert console.run(cli, "dflash-aot", ["verify", *words]) == 64
+        out, err = capsys.readouterr()
+        assert (out, words[-1] in err, "hint: " in err) == ("", True, True)
+    assert not (tmp_path / "typo").exists()
