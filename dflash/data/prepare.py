@@ -21,7 +21,7 @@ import numpy as np
 from aot.errors import ConfigError, UserError
 from dflash.data.anchors import candidates
 from dflash.data.chat import BadRow, ChatTokenizer, is_text, read_messages
-from dflash.data.dataset import MANIFEST_NAME, MANIFEST_SCHEMA, Document
+from dflash.data.dataset import MANIFEST_NAME, MANIFEST_SCHEMA, Document, add_to_digest
 from dflash.data.sources import Row, read_rows
 
 if TYPE_CHECKING:
@@ -272,8 +272,7 @@ class _Writer:
     def add(self, document: Document) -> None:
         ids, mask = document.input_ids, document.loss_mask
         self._writer.write({"id": document.id, "input_ids": ids.astype(np.int32), "loss_mask": mask})
-        header = json.dumps([document.id, len(ids)]).encode()
-        self._digest.update(header + ids.astype("<i4").tobytes() + mask.tobytes())
+        add_to_digest(self._digest, document.id, ids, mask)
         self._lengths[1 << (len(ids) - 1).bit_length()] += 1
         self._totals.update(
             tokens=len(ids), supervised_tokens=int(mask.sum()), candidate_anchors=len(candidates(mask))
