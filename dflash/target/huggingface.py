@@ -244,7 +244,7 @@ def check_configuration(config: TargetConfig) -> None:
 def _told(config: TargetConfig) -> Iterator[None]:
     """Turn what transformers raises for a model that it cannot load into a ConfigError.
 
-    A truncated weight file is a SafetensorError, weights of other shapes than config.json says a RuntimeError.
+    Truncated weights are a SafetensorError, those of other shapes than config.json says a RuntimeError.
     """
     if not config.model:
         raise ConfigError("target.model is empty", "name a folder or a hub model: `--set target.model=NAME`")
