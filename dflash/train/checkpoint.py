@@ -48,7 +48,7 @@ MASTERS, MOMENTS, STATE, ENVIRONMENT = (
 )
 _NAME = re.compile(r"step-(\d{8,})")
 DRAFT, DISCARDED = ".draft-", ".discarded-"
-DAMAGED_HINT = "name another one; a run's folder stands for its last whole checkpoint"
+DAMAGED_HINT = "name another one with `--checkpoint`; a run's folder stands for its last whole one"
 
 
 class CorruptCheckpoint(UserError):
@@ -103,7 +103,7 @@ def save(
         except (OSError, SafetensorError) as error:
             shutil.rmtree(_hidden(final, DRAFT), ignore_errors=True)
             raise _unwritten(final, error) from None
-    _prune(output, keep_last)
+    _prune(final, keep_last)
     return final
 
 
@@ -116,13 +116,14 @@ def _unwritten(final: Path, error: Exception) -> UnwrittenCheckpoint:
     )
 
 
-def _prune(output: Path, keep_last: int) -> None:
+def _prune(saved: Path, keep_last: int) -> None:
     """Remove what is older than the last `keep_last` whole ones: a damaged one counts for none."""
     whole = 0
-    for folder in reversed(folders(output)):
+    found = folders(saved.parent.parent)
+    for folder in reversed(found if len(found) > keep_last else ()):
         if whole == keep_last:
             _discard(folder)
-        elif _is_whole(folder):
+        elif folder == saved or _is_whole(folder):
             whole += 1
 
 

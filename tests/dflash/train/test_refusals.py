@@ -25,7 +25,7 @@ def test_an_output_that_is_no_folder_of_ours_is_told_with_its_flag(name, tmp_pat
 
 
 def test_a_dry_run_refuses_a_target_that_is_not_there(tmp_path):
-    """Without the look at its configuration the dry run goes on to the artifacts, and passes with good ones."""
+    """Without the look at its configuration the dry run goes on to the artifacts, and may pass."""
     run = make_tiny_run(tmp_path / "run", tmp_path / "store")
     config = tiny_config(run, tmp_path / "out", 'target.model="/nowhere"')
     with pytest.raises(ConfigError, match=r"target\.model '/nowhere' cannot be loaded"):
