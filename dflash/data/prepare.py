@@ -76,8 +76,7 @@ def prepare(
         raise ConfigError(f"--eval-fraction {eval_fraction} is not in [0, 1)", "e.g. `--eval-fraction 0.05`")
     if not tokenizer.is_fast:
         raise ConfigError("the tokenizer gives no character offsets", "use a model with a fast tokenizer")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    staging = _staging(output)
     try:
         reader = _Reader(tokenizer, vocab_size or len(tokenizer))
         report = reader.report
@@ -100,6 +99,17 @@ def prepare(
         return report
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _staging(output: Path) -> Path:
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    except OSError as error:
+        raise ConfigError(
+            f"--output '{output}' cannot be written: {(error.strerror or str(error)).lower()}",
+            "name a folder of your own",
+        ) from None
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
