@@ -91,8 +91,15 @@ def typed_run(run_file: str, overrides: Sequence[str], lock_path: Path | None = 
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Folder to write.")
 @click.option("--tokenizer", "tokenizer_name", required=True, help="Folder or hub name of the target.")
 @click.option("--eval-fraction", default=0.0, help="Share of conversations held out, into OUTPUT/eval.")
-@click.option("--max-bad-rate", default=0.01, help="Share of unusable rows that is tolerated.")
-@click.option("--vocab-size", type=int, help="Bound of token ids; the tokenizer's when absent.")
+@click.option(
+    "--max-bad-rate",
+    type=click.FloatRange(0, 1),
+    default=0.01,
+    help="Share of unusable rows that is tolerated.",
+)
+@click.option(
+    "--vocab-size", type=click.IntRange(min=1), help="Bound of token ids; the tokenizer's when absent."
+)
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT.")
 @json_option
 def prepare(
@@ -250,7 +257,7 @@ def train(
 @click.option(
     "--decode", "prompts", type=click.IntRange(min=0), default=0, help="Held-out prompts to decode."
 )
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, help="Per decoded prompt.")
+@click.option("--max-new-tokens", type=click.IntRange(min=2), default=64, help="Per decoded prompt.")
 @json_option
 def evaluate(
     run_file: str,

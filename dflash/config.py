@@ -212,7 +212,10 @@ def _read_run_file(run_file: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"run file '{run_file}' is not valid TOML: {error}") from None
+        raise ConfigError(
+            f"run file '{run_file}' is not valid TOML: {error}",
+            f"mend that line; `dflash config show {recipe_names()[0]}` prints a run file as it should be",
+        ) from None
 
 
 def _parse_value(text: str) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,8 @@ import numpy as np
 from aot.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import datasets
 
 MANIFEST_NAME = "manifest.json"
@@ -28,6 +32,29 @@ class Document:
     loss_mask: np.ndarray
 
 
+def add_to_digest(digest: Any, name: str, input_ids: np.ndarray, loss_mask: np.ndarray) -> None:
+    """Hash one document; that of all, in order, is the digest in the manifest."""
+    header = json.dumps([name, len(input_ids)]).encode()
+    digest.update(header + input_ids.astype("<i4").tobytes() + loss_mask.astype(bool).tobytes())
+
+
+def content_digest(rows: datasets.Dataset) -> str:
+    """SHA-256 of every document, in order. Raises ValueError for bytes that are no such table."""
+    table = rows.data.table
+    table.validate(full=True)
+    digest = hashlib.sha256()
+    for batch in table.select(["id", "input_ids", "loss_mask"]).to_batches():
+        names, *lists = batch.columns
+        for row in zip(names.to_pylist(), *map(_pieces, lists), strict=True):
+            add_to_digest(digest, *row)
+    return digest.hexdigest()
+
+
+def _pieces(lists: Any) -> Iterator[np.ndarray]:
+    values = lists.values.to_numpy(zero_copy_only=False)
+    return (values[start:end] for start, end in pairwise(lists.offsets.to_pylist()))
+
+
 @dataclass(frozen=True)
 class Documents:
     """A prepared folder, memory-mapped; reading documents from several threads is safe."""
@@ -41,7 +68,8 @@ class Documents:
     def open(cls, folder: str | Path) -> Documents:
         """Open a folder written by `dflash prepare`.
 
-        Raises ConfigError when it is absent, unfinished, or of another schema.
+        Reads it once, so that nobody trains on other documents than were prepared. Raises ConfigError when it
+        is absent, unfinished, changed since, or of another schema.
         """
         import datasets
 
@@ -54,13 +82,18 @@ class Documents:
             raise ConfigError(f"'{folder}' was prepared by another version", PREPARE_HINT)
         try:
             rows = datasets.load_from_disk(str(folder))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"'{folder}' cannot be read: {error}", PREPARE_HINT) from None
+            digest = content_digest(rows)
+        except Exception as error:
+            # Damaged metadata trips `datasets` in many ways: KeyError, TypeError, AttributeError and more.
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ConfigError(f"'{folder}' cannot be read: {reason}", PREPARE_HINT) from None
         if len(rows) != manifest["documents"]:
             raise ConfigError(
                 f"'{folder}' holds {len(rows)} documents, its manifest says {manifest['documents']}",
                 PREPARE_HINT,
             )
+        if digest != manifest.get("digest"):
+            raise ConfigError(f"'{folder}' holds other documents than were prepared", PREPARE_HINT)
         return cls(folder, manifest, rows.with_format("numpy"))
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 from aot.errors import ConfigError, UserError
 from dflash.data.anchors import candidates
 from dflash.data.chat import BadRow, ChatTokenizer, is_text, read_messages
-from dflash.data.dataset import MANIFEST_NAME, MANIFEST_SCHEMA, Document
+from dflash.data.dataset import MANIFEST_NAME, MANIFEST_SCHEMA, Document, add_to_digest
 from dflash.data.sources import Row, read_rows
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ def prepare(
         raise ConfigError(f"--eval-fraction {eval_fraction} is not in [0, 1)", "e.g. `--eval-fraction 0.05`")
     if not tokenizer.is_fast:
         raise ConfigError("the tokenizer gives no character offsets", "use a model with a fast tokenizer")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    staging = _staging(output)
     try:
         reader = _Reader(tokenizer, vocab_size or len(tokenizer))
         report = reader.report
@@ -100,6 +99,17 @@ def prepare(
         return report
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _staging(output: Path) -> Path:
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    except OSError as error:
+        raise ConfigError(
+            f"--output '{output}' cannot be written: {(error.strerror or str(error)).lower()}",
+            "name a folder of your own",
+        ) from None
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
@@ -272,8 +282,7 @@ class _Writer:
     def add(self, document: Document) -> None:
         ids, mask = document.input_ids, document.loss_mask
         self._writer.write({"id": document.id, "input_ids": ids.astype(np.int32), "loss_mask": mask})
-        header = json.dumps([document.id, len(ids)]).encode()
-        self._digest.update(header + ids.astype("<i4").tobytes() + mask.tobytes())
+        add_to_digest(self._digest, document.id, ids, mask)
         self._lengths[1 << (len(ids) - 1).bit_length()] += 1
         self._totals.update(
             tokens=len(ids), supervised_tokens=int(mask.sum()), candidate_anchors=len(candidates(mask))

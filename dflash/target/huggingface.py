@@ -7,6 +7,7 @@ mask: with causal attention, and with linear attention alike, what lies right of
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import inspect
@@ -18,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor
 
 from aot.errors import ConfigError, EnvironmentFault
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from transformers import Cache, PretrainedConfig, PreTrainedModel
 
@@ -55,18 +57,9 @@ class HuggingFaceTarget:
         """
         from transformers import AutoModelForCausalLM
 
-        if not config.model:
-            raise ConfigError(
-                "target.model is empty", "name a folder or a hub model: `--set target.model=NAME`"
-            )
         dtype = getattr(torch, config.dtype)
-        try:
+        with _told(config):
             model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"target.model '{config.model}' cannot be loaded: {str(error).splitlines()[0]}",
-                "name a folder with config.json and safetensors, or a hub model that is downloaded",
-            ) from None
         check_fast_kernels(model.config, device)
         return cls(model.to(device), tuple(layer_ids), device, _local_folder(config.model))
 
@@ -237,6 +230,35 @@ def length_groups(lengths: Sequence[int]) -> list[list[int]]:
             real = lengths[index]
         groups[-1].append(index)
     return groups
+
+
+def check_configuration(config: TargetConfig) -> None:
+    """Raise ConfigError unless the target's configuration can be read; its weights are not touched."""
+    from transformers import AutoConfig
+
+    with _told(config):
+        AutoConfig.from_pretrained(config.model)
+
+
+@contextlib.contextmanager
+def _told(config: TargetConfig) -> Iterator[None]:
+    """Turn what transformers raises for a model that it cannot load into a ConfigError.
+
+    Truncated weights are a SafetensorError, those of other shapes than config.json says a RuntimeError.
+    """
+    if not config.model:
+        raise ConfigError("target.model is empty", "name a folder or a hub model: `--set target.model=NAME`")
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if "mismatched_sizes" in reason:
+            reason = "its weights have other shapes than its config.json says"
+        raise ConfigError(
+            f"target.model '{config.model}' cannot be loaded: {reason}",
+            "name a folder with config.json and the safetensors that belong to it, or a hub model that is "
+            "downloaded",
+        ) from None
 
 
 def check_fast_kernels(config: PretrainedConfig, device: torch.device) -> None:

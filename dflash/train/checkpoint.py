@@ -3,7 +3,8 @@
     <output>/checkpoints/step-00000050/
         masters.safetensors      fp32 weights under their z-lab names
         moments.safetensors      Adam's `first.<name>` and `second.<name>`
-        state.json               step, configuration, what shaped the weights by digest, file hashes
+        state.json               step, configuration, what shaped the weights by digest, file hashes,
+                                 and a checksum of all that
         environment.json         every package and what else the run ran in
         artifacts.lock           which artifacts the run was made with
         run.toml, command.txt    the run file as resolved, the command line
@@ -24,8 +25,10 @@ import shutil
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from aot.console import warn
-from aot.errors import ConfigError, UserError
+from aot.errors import ConfigError, EnvironmentFault, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
     from dflash.train.optimizer import Replica
 
-SCHEMA = 1
+SCHEMA = 2
 FOLDER = "checkpoints"
 MASTERS, MOMENTS, STATE, ENVIRONMENT = (
     "masters.safetensors",
@@ -44,10 +47,19 @@ MASTERS, MOMENTS, STATE, ENVIRONMENT = (
     "environment.json",
 )
 _NAME = re.compile(r"step-(\d{8,})")
+DRAFT, DISCARDED = ".draft-", ".discarded-"
+DAMAGED_HINT = "name another one with `--checkpoint`; a run's folder stands for its last whole one"
 
 
 class CorruptCheckpoint(UserError):
     """A checkpoint's files are not those that were written."""
+
+    def __init__(self, message: str, hint: str | None = DAMAGED_HINT):
+        super().__init__(message, hint)
+
+
+class UnwrittenCheckpoint(EnvironmentFault):
+    """The machine did not take a checkpoint; the ones before it are as they were."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,9 @@ def folder_name(step: int) -> str:
 
 def folders(output: Path) -> list[Path]:
     """Published checkpoint folders of a run, oldest first."""
-    found = [path for path in (output / FOLDER).glob("step-*") if _NAME.fullmatch(path.name)]
+    found = [
+        path for path in (output / FOLDER).glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()
+    ]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
@@ -79,19 +93,43 @@ def save(
 ) -> Path:
     """Publish the checkpoint of `state.step` and prune old ones; `extra_files` is {file name: text}.
 
-    A whole checkpoint of the same step is kept as it is: the run is deterministic.
+    A whole checkpoint of the same step is kept as it is: the run is deterministic. Raises UnwrittenCheckpoint
+    with the one to go on from.
     """
     final = output / FOLDER / folder_name(state.step)
     if not _is_whole(final):
-        _publish(final, state, replica, extra_files)
-    for old in folders(output)[:-keep_last]:
-        _discard(old)
+        try:
+            _publish(final, state, replica, extra_files)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(_hidden(final, DRAFT), ignore_errors=True)
+            raise _unwritten(final, error) from None
+    _prune(final, keep_last)
     return final
+
+
+def _unwritten(final: Path, error: Exception) -> UnwrittenCheckpoint:
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    last = next(filter(_is_whole, reversed(folders(final.parent.parent))), None)
+    goes_on = f"then `--resume` goes on from {last}" if last else "there is no earlier one to resume from"
+    return UnwrittenCheckpoint(
+        f"checkpoint '{final}' cannot be written: {reason}", f"free or mend its disk; {goes_on}"
+    )
+
+
+def _prune(saved: Path, keep_last: int) -> None:
+    """Remove what is older than the last `keep_last` whole ones: a damaged one counts for none."""
+    whole = 0
+    found = folders(saved.parent.parent)
+    for folder in reversed(found if len(found) > keep_last else ()):
+        if whole == keep_last:
+            _discard(folder)
+        elif folder == saved or _is_whole(folder):
+            whole += 1
 
 
 def _is_whole(folder: Path) -> bool:
     if folder.exists():
-        with contextlib.suppress(CorruptCheckpoint):
+        with contextlib.suppress(UserError):
             read_state(folder)
             return True
     return False
@@ -100,7 +138,7 @@ def _is_whole(folder: Path) -> bool:
 def _publish(final: Path, state: State, replica: Replica, extra_files: Mapping[str, str]) -> None:
     from safetensors.torch import save_file
 
-    draft = final.with_name(f".draft-{final.name}")
+    draft = _hidden(final, DRAFT)
     if draft.exists():
         shutil.rmtree(draft)
     draft.mkdir(parents=True)
@@ -110,6 +148,7 @@ def _publish(final: Path, state: State, replica: Replica, extra_files: Mapping[s
         (draft / name).write_text(text, "utf-8")
     files = {path.name: _describe(path) for path in sorted(draft.iterdir())}
     body = {"schema": SCHEMA, **asdict(state), "files": files}
+    body["checksum"] = _checksum(body)
     (draft / STATE).write_text(json.dumps(body, indent=1, sort_keys=True), "utf-8")
     for path in draft.iterdir():
         _sync(path)
@@ -121,22 +160,39 @@ def _publish(final: Path, state: State, replica: Replica, extra_files: Mapping[s
 
 
 def sweep(output: Path) -> None:
-    """Remove what a killed run left half written or half removed. The caller holds the run's lock."""
-    for path in (output / FOLDER).glob(".*"):
-        shutil.rmtree(path)
+    """Remove what a killed run left half written or half removed, under our own names only.
+
+    The caller holds the run's lock.
+    """
+    for prefix in (DRAFT, DISCARDED):
+        for path in (output / FOLDER).glob(f"{prefix}step-*"):
+            if _NAME.fullmatch(path.name.removeprefix(prefix)) and path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
 
 
 def read_state(folder: Path) -> State:
-    """Read `state.json` and check every file's size and SHA-256; raises CorruptCheckpoint naming the file."""
+    """Read `state.json` and check its checksum and every file's size and SHA-256.
+
+    Raises CorruptCheckpoint naming the file, ConfigError for a checkpoint of another version.
+    """
     try:
         body = json.loads((folder / STATE).read_text("utf-8"))
-        files = body.pop("files")
-        schema = body.pop("schema")
-        state = State(**body) if schema == SCHEMA else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        schema = body["schema"]
+        checksum = body.pop("checksum", None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(f"checkpoint '{folder}': {STATE} cannot be read ({error})") from None
-    if state is None:
-        raise ConfigError(f"checkpoint '{folder}' has schema {schema}, this version reads {SCHEMA}")
+    if schema != SCHEMA:
+        raise ConfigError(
+            f"checkpoint '{folder}' has schema {schema}, this version reads {SCHEMA}",
+            "go on with the version that wrote it, or start anew in another folder with `--output`",
+        )
+    if checksum != _checksum(body):
+        raise CorruptCheckpoint(f"checkpoint '{folder}': {STATE} is not the file that was written")
+    files = body.pop("files")
+    del body["schema"]
+    state = State(**body)
+    if _NAME.fullmatch(folder.name) and folder.name != folder_name(state.step):
+        raise CorruptCheckpoint(f"checkpoint '{folder}' is that of step {state.step}, under another name")
     for name in (MASTERS, MOMENTS, *files):
         if name not in files or not (folder / name).is_file() or files[name] != _describe(folder / name):
             raise CorruptCheckpoint(f"checkpoint '{folder}': {name} is not the file that was written")
@@ -193,14 +249,23 @@ def _moments(replica: Replica) -> Iterator[tuple[str, str, torch.Tensor]]:
             yield kind, name, tensor
 
 
+def _checksum(body: Mapping[str, Any]) -> str:
+    """SHA-256 of all that `state.json` says, however it is laid out."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
 def _describe(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
+def _hidden(folder: Path, prefix: str) -> Path:
+    return folder.with_name(prefix + folder.name)
+
+
 def _discard(folder: Path) -> None:
     """Hide first, so that a kill during the removal leaves no half checkpoint in sight."""
-    hidden = folder.with_name(f".discarded-{folder.name}")
+    hidden = _hidden(folder, DISCARDED)
     if hidden.exists():
         shutil.rmtree(hidden)
     folder.rename(hidden)

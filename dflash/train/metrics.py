@@ -111,11 +111,13 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read a metrics file; a last line cut short by a kill is left out."""
+    """Read a metrics file; what is no row of ours is left out, such as a last line cut short by a kill."""
     rows = []
-    for line in path.read_text("utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line.decode())
+            if isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row:
+                rows.append(row)
     return rows
 
 

@@ -78,7 +78,7 @@ class RunPlan:
         for epoch in range(config.train.epochs):
             train += [(epoch, batch) for batch in _pack(config, documents, epoch, shuffle=True)]
             if not train:
-                raise _no_work("data.train", config.data.train)
+                raise _no_work("data.train", config.data.train, config, documents)
             if wanted is not None and len(train) >= wanted:
                 break
         train = train[:wanted]
@@ -145,7 +145,7 @@ def held_out_batches(config: RunConfig, documents: Documents) -> tuple[MicroBatc
     """The micro-batches of every evaluation; raises ConfigError when there is nothing to evaluate on."""
     batches = _pack(config, documents, EVAL_EPOCH, shuffle=False)
     if not batches:
-        raise _no_work("data.eval", config.data.eval)
+        raise _no_work("data.eval", config.data.eval, config, documents)
     return tuple(batches[: config.eval.eval_max_batches])
 
 
@@ -178,7 +178,13 @@ def _round(program: str, step: int, sequence: int, group: tuple[tuple[int, Micro
     return Round(program, step, tuple(items))
 
 
-def _no_work(key: str, folder: str) -> ConfigError:
+def _no_work(key: str, folder: str, config: RunConfig, documents: Documents) -> ConfigError:
+    if documents.measure(None)[1].any():
+        return ConfigError(
+            f"{key} '{folder}' has no document with two supervised tokens in a row among its first "
+            f"{config.data.max_seq_len} tokens: there is nothing to train on",
+            "raise data.max_seq_len",
+        )
     return ConfigError(
         f"{key} '{folder}' has no document with two supervised tokens in a row: there is nothing to train on",
         "prepare it again with `dflash prepare` and check its assistant-only loss mask",

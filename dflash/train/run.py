@@ -78,8 +78,15 @@ class Interrupts:
 @contextlib.contextmanager
 def locked(output: Path) -> Iterator[None]:
     """Hold the run's folder: two trainers in one folder would prune each other's checkpoints."""
-    output.mkdir(parents=True, exist_ok=True)
-    with (output / ".lock").open("w") as file:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        file = (output / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"output.dir '{output}' cannot be written: {(error.strerror or str(error)).lower()}",
+            "name a folder of your own with `--output`",
+        ) from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -381,8 +381,14 @@ def summary(work: Work, artifacts: Mapping[tuple[str, Bucket], Artifact]) -> str
 
 
 def dry_run_report(config: RunConfig, store: Store, invocation: Invocation) -> dict[str, Any]:
-    """What `train` would do, its artifacts proved; nothing is loaded or written but verified copies."""
+    """What `train` would do, its artifacts proved; nothing is loaded or written but verified copies.
+
+    Of the target only the configuration is read.
+    """
+    from dflash.target.huggingface import check_configuration
+
     work = Work.of(config)
+    check_configuration(config.target)
     artifacts = work.artifacts(config, store, invocation)
     return {
         "steps": work.plan.total_steps,

@@ -1,10 +1,13 @@
+import contextlib
 import json
+import shutil
 
 import datasets
+import numpy as np
 import pytest
 
 from aot.errors import ConfigError
-from dflash.data.dataset import MANIFEST_NAME, Documents
+from dflash.data.dataset import MANIFEST_NAME, Documents, content_digest
 
 
 def candidates_by_definition(mask):
@@ -55,3 +58,40 @@ def test_folder_that_is_not_whole_is_refused_with_the_command_to_make_it(documen
         Documents.open(folder)
     assert str(folder) in caught.value.message
     assert "dflash prepare" in caught.value.hint
+
+
+def changed_copy(documents, folder, change):
+    """A copy of the prepared folder whose Arrow file went through `change`, a function of its bytes."""
+    shutil.copytree(documents.folder, folder)
+    [path] = folder.glob("*.arrow")
+    path.write_bytes(change(bytearray(path.read_bytes())))
+    return folder
+
+
+@pytest.mark.parametrize("bit", [0, 30], ids=["another token", "a token beyond every vocabulary"])
+def test_one_flipped_bit_of_one_token_is_refused_at_the_start(documents, tmp_path, bit):
+    """Without the digest of the data the folder opens, and a run trains on what nobody prepared."""
+    ids = documents[7].input_ids[:8].astype(np.int32).tobytes()
+
+    def flip(data):
+        assert data.count(ids) == 1
+        data[data.index(ids) + bit // 8] ^= 1 << bit % 8
+        return data
+
+    with pytest.raises(ConfigError, match="other documents than were prepared") as caught:
+        Documents.open(changed_copy(documents, tmp_path / "out", flip))
+    assert "dflash prepare" in caught.value.hint
+
+
+def test_bits_flipped_in_what_describes_the_table_are_refused_without_a_traceback(documents, tmp_path):
+    """Damaged metadata raises KeyError, TypeError and more in `datasets`; caught one by one, some get out."""
+    random = np.random.default_rng(0)
+    for number, place in enumerate(random.integers(0, 1500, 60)):
+
+        def flip(data, place=place):
+            data[place] ^= 1 << int(random.integers(8))
+            return data
+
+        with contextlib.suppress(ConfigError):
+            opened = Documents.open(changed_copy(documents, tmp_path / str(number), flip))
+            assert content_digest(opened.rows) == documents.digest

@@ -290,3 +290,12 @@ def test_documents_are_read_back_as_written(tmp_path, tokenizer):
         )
     prepare([write(tmp_path / "in.jsonl", rows)], tmp_path / "out", tokenizer)
     assert everything(tmp_path / "out") == [(row["id"], row["input_ids"], row["loss_mask"]) for row in rows]
+
+
+@pytest.mark.parametrize("place", ["file/out", "file/below/out", "/proc/below/out"])
+def test_an_output_that_cannot_be_made_is_told_by_its_flag(tmp_path, tokenizer, place):
+    """Uncaught it is a traceback, or a hint that names the flag of another command."""
+    (tmp_path / "file").touch()
+    rows = write(tmp_path / "in.jsonl", CHATS)
+    with pytest.raises(ConfigError, match=f"--output '{tmp_path / place}' cannot be written"):
+        prepare([rows], tmp_path / place, tokenizer)

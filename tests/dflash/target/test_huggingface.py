@@ -1,3 +1,5 @@
+import json
+import os
 import sys
 import threading
 import types
@@ -201,3 +203,27 @@ def test_batches_hold_every_document_once_and_little_padding(lengths):
         padded = max(lengths[index] for index in group) * len(group)
         assert sum(lengths[index] for index in group) >= 0.95 * padded
     assert length_groups([100, 7, 99, 98]) == [[0, 2, 3], [1]]
+
+
+def other_width(folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": 64}))
+
+
+DAMAGE = {
+    "truncated weights": (lambda folder: os.truncate(folder / "model.safetensors", 1000), "invalid header"),
+    "another config.json": (other_width, "other shapes than its config.json says"),
+    "no config.json": (lambda folder: (folder / "config.json").unlink(), "cannot be loaded"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_folder_is_refused_in_one_line(damage, tmp_path):
+    """Uncaught, a SafetensorError or RuntimeError of transformers ends the command with a traceback."""
+    tiny_llama().save_pretrained(tmp_path)
+    change, reason = DAMAGE[damage]
+    change(tmp_path)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        HuggingFaceTarget.load(TargetConfig(model=str(tmp_path)), LAYER_IDS, CPU)
+    assert str(tmp_path) in caught.value.message
+    assert "\n" not in caught.value.message

@@ -1,7 +1,9 @@
 """Checkpoints appear whole or not at all, say what is wrong with them, and restore to the bit."""
 
+import contextlib
 import json
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -91,25 +93,106 @@ DAMAGE = {
     "state is no JSON": lambda f: (f / checkpoint.STATE).write_text("{"),
     "state is a list": lambda f: (f / checkpoint.STATE).write_text("[]"),
     "changed run file": lambda f: (f / "run.toml").write_text("name = 'y'\n"),
-    "weights not listed": lambda f: (f / checkpoint.STATE).write_text(
-        json.dumps(unlisted(json.loads((f / checkpoint.STATE).read_text())))
-    ),
+    "weights not listed": lambda f: edit(f, lambda body: body["files"].pop(checkpoint.MASTERS), seal=True),
+    "an earlier step": lambda f: edit(f, lambda body: body.update(step=3)),
+    "a step that is no number": lambda f: edit(f, lambda body: body.update(step="abc")),
+    "a later end": lambda f: edit(f, lambda body: body.update(total_steps=99)),
+    "no updates": lambda f: edit(f, lambda body: body.update(updates=None)),
+    "counters are a number": lambda f: edit(f, lambda body: body.update(counters=3)),
+    "files are a number": lambda f: edit(f, lambda body: body.update(files=3)),
+    "no checksum": lambda f: edit(f, lambda body: body.pop("checksum")),
+    "another checkpoint's state": lambda f: edit(f, lambda body: body.update(step=5), seal=True),
 }
 
 
-def unlisted(body):
-    del body["files"][checkpoint.MASTERS]
-    return body
+def edit(folder, change, seal=False):
+    """Change the state; `seal` gives it a checksum that fits."""
+    path = folder / checkpoint.STATE
+    body = json.loads(path.read_text())
+    change(body)
+    if seal:
+        del body["checksum"]
+        body["checksum"] = checkpoint._checksum(body)
+    path.write_text(json.dumps(body))
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(tmp_path, damage, capsys):
     older, newer = save(tmp_path, 5), save(tmp_path, 6)
     DAMAGE[damage](newer)
-    with pytest.raises(checkpoint.CorruptCheckpoint, match="step-00000006"):
+    with pytest.raises(checkpoint.CorruptCheckpoint, match="step-00000006") as caught:
         checkpoint.read_state(newer)
+    assert caught.value.hint == checkpoint.DAMAGED_HINT
     assert checkpoint.latest(tmp_path)[0] == older
     assert "step-00000006" in capsys.readouterr().err
+
+
+def test_damaged_checkpoints_do_not_push_a_good_one_out(tmp_path):
+    """Counting folders instead of whole checkpoints deletes step 4, the only other one to resume from."""
+    for step in (4, 5, 6):
+        save(tmp_path, step)
+    for step in (5, 6):
+        flip(tmp_path / "checkpoints" / checkpoint.folder_name(step) / checkpoint.MASTERS)
+    save(tmp_path, 7, keep_last=2)
+    assert checkpoint.read_state(tmp_path / "checkpoints" / checkpoint.folder_name(4)) == state(4)
+    save(tmp_path, 8, keep_last=2)
+    assert [folder.name for folder in checkpoint.folders(tmp_path)] == ["step-00000007", "step-00000008"]
+
+
+def test_the_sweep_touches_our_own_names_only(tmp_path):
+    """Removing every hidden name takes the user's folder, and ends in NotADirectoryError at a file."""
+    folder = save(tmp_path, 5).parent
+    theirs = {".gitignore", ".notes", ".draft-notes", ".draft-step-00000009"}
+    for name in (".notes", ".draft-notes", ".draft-step-00000006", ".discarded-step-00000004"):
+        (folder / name).mkdir()
+        (folder / name / "file").touch()
+    for name in (".gitignore", ".draft-step-00000009"):
+        (folder / name).touch()
+    checkpoint.sweep(tmp_path)
+    assert {path.name for path in folder.iterdir()} == {*theirs, "step-00000005"}
+
+
+def test_a_file_under_a_checkpoints_name_is_no_checkpoint(tmp_path):
+    """Without the look at what it is, pruning it ends in NotADirectoryError."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-00000001").touch()
+    for step in (5, 6, 7):
+        save(tmp_path, step, keep_last=2)
+    assert len(checkpoint.folders(tmp_path)) == 2
+
+
+@pytest.fixture
+def small_files():
+    """No file of this process may grow beyond a few bytes: the system refuses as it does on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    @contextlib.contextmanager
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    return limited
+
+
+def test_a_checkpoint_that_does_not_fit_is_told_with_the_one_to_go_on_from(tmp_path, small_files):
+    """Uncaught, safetensors' own error is a traceback and the draft stays, filling the disk."""
+    folder = save(tmp_path, 5)
+    with small_files(), pytest.raises(checkpoint.UnwrittenCheckpoint, match="step-00000006") as caught:
+        save(tmp_path, 6)
+    assert str(folder) in caught.value.hint
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_a_checkpoint_of_another_version_is_refused_with_what_to_do(tmp_path):
+    """Without the hint the user knows what is wrong, but not what to do."""
+    folder = save(tmp_path, 5)
+    edit(folder, lambda body: body.update(schema=1))
+    with pytest.raises(ConfigError, match="schema 1") as caught:
+        checkpoint.read_state(folder)
+    assert "--output" in caught.value.hint
 
 
 def test_a_checkpoint_is_named_by_its_folder_or_by_its_run(tmp_path):

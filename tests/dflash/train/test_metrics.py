@@ -59,6 +59,17 @@ def test_a_resumed_log_drops_what_will_be_written_again(tmp_path):
     assert read_rows(log.path) == [row("train", 1), row("eval", 1), row("train", 2)]
 
 
+@pytest.mark.parametrize(
+    "line", [b'{"kind": "train\xff", "step": 1}', b"[1]", b'{"step": "x"}', b"[" * 100_000]
+)
+def test_a_damaged_line_costs_its_own_row_only(tmp_path, line):
+    """Reading the file as one UTF-8 text, or taking every JSON value for a row, ends the run that resumes."""
+    path = tmp_path / metrics.FILE_NAME
+    path.write_bytes(line + b"\n" + json.dumps(row("train", 1)).encode() + b"\n")
+    MetricsLog(tmp_path, 2).close()
+    assert read_rows(path) == [row("train", 1)]
+
+
 def test_values_that_json_lacks_become_null(tmp_path):
     log = MetricsLog(tmp_path, 0)
     log.write({"kind": "train", "step": 1, "grad_norm": float("nan")})

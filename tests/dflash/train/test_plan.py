@@ -27,7 +27,7 @@ class Sized:
         return len(self.lengths)
 
     def measure(self, max_length):
-        tokens = np.minimum(self.lengths, max_length)
+        tokens = self.lengths if max_length is None else np.minimum(self.lengths, max_length)
         return tokens, np.maximum(tokens - 2, 0)
 
 
@@ -132,6 +132,17 @@ def test_a_split_with_nothing_to_train_on_is_a_start_up_error(split):
     with pytest.raises(ConfigError, match=split) as caught:
         RunPlan.make(config(), *documents)
     assert "dflash prepare" in caught.value.hint
+
+
+@pytest.mark.parametrize("split", ["data.train", "data.eval"])
+def test_documents_cut_too_short_are_told_as_such(split):
+    """Without the second look at the uncut documents, the hint says to prepare good data again."""
+    config = RunConfig(drafter=DRAFTER, data={**DATA, "max_seq_len": 12})
+    short = Sized([60])
+    short.measure = lambda max_length: (short.lengths, np.array([0 if max_length else 58]))
+    with pytest.raises(ConfigError, match=f"{split} .* first 12 tokens") as caught:
+        RunPlan.make(config, *((short, None) if split == "data.train" else (TRAINING, short)))
+    assert caught.value.hint == "raise data.max_seq_len"
 
 
 def test_there_is_no_histogram_before_the_data_is_there(tmp_path):
