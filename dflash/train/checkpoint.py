@@ -148,8 +148,7 @@ def _publish(final: Path, state: State, replica: Replica, extra_files: Mapping[s
         (draft / name).write_text(text, "utf-8")
     files = {path.name: _describe(path) for path in sorted(draft.iterdir())}
     body = {"schema": SCHEMA, **asdict(state), "files": files}
-    body["checksum"] = _checksum(body)
-    (draft / STATE).write_text(json.dumps(body, indent=1, sort_keys=True), "utf-8")
+    (draft / STATE).write_text(state_text(body), "utf-8")
     for path in draft.iterdir():
         _sync(path)
     _sync(draft)
@@ -247,6 +246,12 @@ def _moments(replica: Replica) -> Iterator[tuple[str, str, torch.Tensor]]:
     for kind, tensors in (("first", replica.first), ("second", replica.second)):
         for name, tensor in tensors.items():
             yield kind, name, tensor
+
+
+def state_text(body: Mapping[str, Any]) -> str:
+    """The text of a `state.json` that says `body`, with a checksum that fits."""
+    sealed = {name: value for name, value in body.items() if name != "checksum"}
+    return json.dumps({**sealed, "checksum": _checksum(sealed)}, indent=1, sort_keys=True)
 
 
 def _checksum(body: Mapping[str, Any]) -> str:

@@ -86,7 +86,7 @@ def rewrite_lock(folder: Path, change: Callable[[LockedArtifact], LockedArtifact
     (folder / FILE_NAME).write_bytes(text)
     state = json.loads((folder / checkpoint.STATE).read_text())
     state["files"][FILE_NAME] = {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
-    (folder / checkpoint.STATE).write_text(json.dumps(state))
+    (folder / checkpoint.STATE).write_text(checkpoint.state_text(state))
 
 
 def another_compiler(entry: LockedArtifact) -> LockedArtifact:

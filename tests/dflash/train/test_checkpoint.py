@@ -110,10 +110,7 @@ def edit(folder, change, seal=False):
     path = folder / checkpoint.STATE
     body = json.loads(path.read_text())
     change(body)
-    if seal:
-        del body["checksum"]
-        body["checksum"] = checkpoint._checksum(body)
-    path.write_text(json.dumps(body))
+    path.write_text(checkpoint.state_text(body) if seal else json.dumps(body))
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
