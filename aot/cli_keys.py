@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from aot import console
+from aot.cli_store import readable
 from aot.console import CONTEXT, emit, emit_json, examples, json_option, store_option
 from aot.errors import EXIT_OK, ConfigError, UntrustedArtifact
 
@@ -173,7 +174,7 @@ def sign(artifacts: tuple[str, ...], everything: bool, name: str | None, store_r
 
 def _chosen(store: Store, artifacts: Sequence[str]) -> list[Manifest]:
     """The named manifests, all when none is named. Raises ConfigError for a name without an artifact."""
-    manifests = store.manifests()
+    manifests = readable(store)
     if not artifacts:
         return manifests
     chosen: dict[str, Manifest] = {}

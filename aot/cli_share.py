@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aot import console
+from aot.cli_store import readable
 from aot.console import emit, emit_json, examples, json_option, store_option
 from aot.errors import EXIT_FAILED, EXIT_OK, ConfigError, CorruptArtifact, UntrustedArtifact
 
@@ -69,7 +70,7 @@ def push(artifacts: tuple[str, ...], remote_url: str, store_root: Path, as_json:
     from aot.store import Store
 
     store, remote = Store(store_root), _open(remote_url)
-    manifests = {Place.of(manifest): manifest for manifest in store.manifests()}
+    manifests = {Place.of(manifest): manifest for manifest in readable(store)}
     chosen = _choose(artifacts, manifests, f"'{store_root}'")
     meaning = {
         "pushed": "pushed",

@@ -33,7 +33,7 @@ def list_artifacts(store_root: Path, as_json: bool) -> int:
     """List the artifacts of a store."""
     from aot.store import Store
 
-    manifests = _readable(Store(store_root))
+    manifests = readable(Store(store_root))
     if as_json:
         emit_json({"schema": SCHEMA, "artifacts": [summary(manifest) for manifest in manifests]})
         return EXIT_OK
@@ -55,7 +55,7 @@ def list_artifacts(store_root: Path, as_json: bool) -> int:
     return EXIT_OK
 
 
-def _readable(store: Store) -> list[Manifest]:
+def readable(store: Store) -> list[Manifest]:
     """The artifacts of a store; a damaged manifest is warned of and hides no other."""
     found, damaged = store.readable_manifests()
     for path, error in damaged.items():
@@ -80,7 +80,7 @@ def find_artifact(store: Store, artifact: str) -> Manifest:
     """Return the one artifact that the beginning of a key, or program/bucket, names. Raises ConfigError."""
     found = [
         manifest
-        for manifest in _readable(store)
+        for manifest in readable(store)
         if manifest.key.startswith(artifact) or f"{manifest.program}/{manifest.bucket}" == artifact
     ]
     if not found:

@@ -47,9 +47,10 @@ Need = tuple["Program", "Bucket"]
 
 
 def build_command(run: str, buckets: Sequence[Bucket], store: Store) -> str:
-    """The command that builds what is missing. `run` is the run file with its flags, as typed."""
+    """The command that builds what is missing; without buckets, the whole run. `run` is as typed."""
     where = "" if store.root == Store(default_store_root()).root else f" --store {store.root}"
-    return f"dflash-aot build {run} --buckets {','.join(map(str, sorted(set(buckets))))}{where}"
+    which = f" --buckets {','.join(map(str, sorted(set(buckets))))}" if buckets else ""
+    return f"dflash-aot build {run}{which}{where}"
 
 
 def resolve(

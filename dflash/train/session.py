@@ -12,7 +12,7 @@ import torch
 from aot import runtime
 from aot.console import note, warn
 from aot.environment import snapshot
-from aot.errors import ConfigError, MissingArtifact, StaleArtifact, UserError
+from aot.errors import ConfigError, CorruptArtifact, MissingArtifact, StaleArtifact, UserError
 from aot.lockfile import FILE_NAME, LockMismatch, lock_differences, lock_of, lock_text, read_lock
 from aot.policy import Policy
 from dflash.data.dataset import Documents
@@ -129,13 +129,15 @@ def run_lock(store: Store, needs: Sequence[Need], invocation: Invocation, on_mis
     Raises ConfigError or CorruptArtifact, with the command that writes it.
     """
     path = invocation.lock_path
-    command = runtime.build_command(invocation.run_text, [bucket for _, bucket in needs], store)
     if on_miss == "eager" and not path.exists():
         warn(f"there is no lock file '{path}': no artifact will be used")
         return {}
     try:
         return read_lock(path)
     except UserError as error:
+        # Entries of a damaged file cannot be kept: only a build of the whole run writes it anew.
+        buckets = [] if isinstance(error, CorruptArtifact) else [bucket for _, bucket in needs]
+        command = runtime.build_command(invocation.run_text, buckets, store)
         raise type(error)(error.message, f"`{command}` writes it") from None
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aot.buckets import Bucket
-from aot.errors import EXIT_OK, ConfigError, UntrustedArtifact
+from aot.errors import EXIT_OK, ConfigError, CorruptArtifact, UntrustedArtifact
 from aot.lockfile import FILE_NAME, LockedArtifact, LockMismatch, lock_text, read_lock, write_lock
 from aot.policy import Policy
 from aot.store import Store
@@ -40,6 +40,17 @@ def test_without_a_lock_file_nothing_starts(tiny: TinyRun, tmp_path: Path, no_ta
     with pytest.raises(ConfigError, match=r"lock file '.*' does not exist") as caught:
         train_here(tiny, tmp_path / "out", lock=tmp_path / FILE_NAME)
     assert f"`dflash-aot build {tiny.run_file} --buckets 128x16,256x32" in (caught.value.hint or "")
+
+
+def test_a_damaged_lock_file_is_written_anew_by_a_build_of_the_whole_run(
+    tiny: TinyRun, tmp_path: Path, no_target: None
+) -> None:
+    """Fails with `--buckets` in the hint: such a build would have to keep entries that cannot be read."""
+    (tmp_path / FILE_NAME).write_text("hello")
+    with pytest.raises(CorruptArtifact, match="not a lock file") as caught:
+        train_here(tiny, tmp_path / "out", lock=tmp_path / FILE_NAME)
+    assert f"`dflash-aot build {tiny.run_file}" in (caught.value.hint or "")
+    assert "--buckets" not in (caught.value.hint or "")
 
 
 def test_a_lock_file_must_name_every_artifact_of_the_run(
