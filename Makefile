@@ -43,5 +43,9 @@ check: $(SETUP)
 bench: $(SETUP)
 	$(BIN)/python scripts/bench/cpu.py
 
+bench-gpu: $(SETUP)  ## the train step every way, and the target, on one GPU
+	PYTHONPATH=scripts $(BIN)/python scripts/bench/gpu.py
+	PYTHONPATH=scripts $(BIN)/python scripts/bench/gpu_target.py
+
 golden: $(SETUP)  ## writes artifacts/golden/<torch minor>/; the only way they change
 	$(BIN)/python scripts/golden.py
