@@ -14,7 +14,7 @@ WORKERS ?= 2
 export OMP_WAIT_POLICY ?= PASSIVE
 export PATH := $(BIN):$(PATH)
 
-.PHONY: setup demo test test-long faults check bench golden
+.PHONY: setup demo test test-long faults check bench bench-gpu golden
 
 setup: $(SETUP)
 
