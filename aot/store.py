@@ -314,10 +314,11 @@ class Store:
 
     def check_ours(self) -> None:
         """Raise ConfigError if the folder holds other things than a store (one without a mark is older)."""
+        # Listed first: what another process makes in between comes after its mark.
+        names = {path.name for path in self.root.iterdir()}
         try:
             mark = (self.root / MARKER).read_bytes()
         except FileNotFoundError:
-            names = {path.name for path in self.root.iterdir()}
             # A mark that a killed process began to write, the lock that it held: a store's beginning.
             begun = {name for name in names if name == "lock" or name.startswith(f".{MARKER}.")}
             if names != begun and not names & {"manifests", "blobs"}:

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import zstandard
@@ -81,6 +82,23 @@ def test_a_store_without_a_mark_is_older_and_gets_one(store, published):
     mark.write_text('{"schema": 2}')
     with pytest.raises(ConfigError, match="not the mark"):
         store.require_writable()
+
+
+def test_a_store_that_another_process_begins_meanwhile_is_one(store, monkeypatch):
+    """Fails when `check_ours` looks for the mark before it lists the folder: the mark comes first."""
+    store.root.mkdir()
+    read = Path.read_bytes
+
+    def begun_meanwhile(path):
+        if path.name == MARKER and not path.exists():
+            monkeypatch.setattr(Path, "read_bytes", read)
+            Store(store.root).require_writable()
+            raise FileNotFoundError
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", begun_meanwhile)
+    store.check_ours()
+    assert (store.root / MARKER).exists()
 
 
 def test_a_publisher_sweeps_only_what_a_publisher_made(store, package, published):
