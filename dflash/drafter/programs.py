@@ -143,10 +143,11 @@ class DrafterProgram(Program):
 
     def _positional(self, bucket: Bucket, config: DrafterConfig) -> Callable[..., tuple[Tensor, ...]]:
         spec = self.call_spec(bucket)
+        input_names, output_names = spec.input_names, spec.output_names
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-            outputs = self.run(config, dict(zip(spec.input_names, tensors, strict=True)))
-            return tuple(outputs[name] for name in spec.output_names)
+            outputs = self.run(config, dict(zip(input_names, tensors, strict=True)))
+            return tuple(outputs[name] for name in output_names)
 
         return run
 
