@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from aot.durable import sync_folder
 from aot.errors import ConfigError, CorruptArtifact, UntrustedArtifact, UserError
+from aot.lockfile import FILE_NAME
 from aot.manifest import DIGEST
 from aot.store import STORE_VARIABLE
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from aot.store import Store
 
-LOCK_NAME = "artifacts.lock"
 # A signature or an origin; with a dot and a random end, one that was being written.
 BESIDE = re.compile(r"(\.)?([0-9a-f]{64})\.(?:sig|origin)(?(1)\.[0-9a-f]{32})")
 
@@ -68,7 +68,7 @@ def named_keys(paths: Iterable[Path]) -> set[str]:
         files = _lock_files(path) if path.is_dir() else [path]
         if not files:
             raise ConfigError(
-                f"'{path}' is no lock file and holds none", f"name a folder with an '{LOCK_NAME}' in it"
+                f"'{path}' is no lock file and holds none", f"name a folder with an '{FILE_NAME}' in it"
             )
         for file in files:
             keys |= _keys_of(file)
@@ -91,8 +91,8 @@ def _lock_files(root: Path) -> list[Path]:
             folders.clear()
             continue
         seen.add(place)
-        if LOCK_NAME in (*files, *folders):
-            found.append(Path(folder, LOCK_NAME))
+        if FILE_NAME in (*files, *folders):
+            found.append(Path(folder, FILE_NAME))
     return sorted(found)
 
 

@@ -144,7 +144,7 @@ class Remote:
         """
         place, data = Place.of(manifest), manifest.to_bytes()
         signature = self._own_signature(place, data, store)
-        blob = _read_blob(manifest, store)
+        blob = store.read_blob(manifest)
         present = self._read(place.name(MANIFEST_SUFFIX), MAX_MANIFEST_BYTES)
         if present not in (None, data) and self.find(place) is not None:
             return "kept"
@@ -305,17 +305,6 @@ def _alone(path: Path) -> Iterator[BinaryIO]:
     with os.fdopen(descriptor, "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
-
-
-def _read_blob(manifest: Manifest, store: Store) -> bytes:
-    path = store.blob_path(manifest)
-    with open_trusted(path) as file:
-        blob = file.read(manifest.blob_size + 1)
-    if hashlib.sha256(blob).hexdigest() != manifest.blob_digest:
-        raise CorruptArtifact(
-            f"{path}: its bytes are not those that were published", "`dflash-aot build RUN` replaces it"
-        )
-    return blob
 
 
 def _blob_name(manifest: Manifest) -> str:

@@ -116,11 +116,8 @@ class Store:
         path = self.manifest_path(program, bucket, key)
         return self.read_manifest(path) if os.path.lexists(path) else None
 
-    def read_package(self, manifest: Manifest) -> bytes:
-        """Return the package's bytes, every size and digest checked.
-
-        Raises UntrustedArtifact or CorruptArtifact naming the file; nothing unverified is returned.
-        """
+    def read_blob(self, manifest: Manifest) -> bytes:
+        """Return the compressed package, its size and digest checked. Raises as `read_package` does."""
         path = self.blob_path(manifest)
         with open_trusted(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -131,10 +128,14 @@ class Store:
             blob = file.read(manifest.blob_size + 1)
         if hashlib.sha256(blob).hexdigest() != manifest.blob_digest:
             raise CorruptArtifact(f"{path}: its bytes are not those that were published", REBUILD_HINT)
-        package = _decompress(blob, manifest.package_size, path)
-        if hashlib.sha256(package).hexdigest() != manifest.package_digest:
-            raise CorruptArtifact(f"{path}: the package inside is not the one published", REBUILD_HINT)
-        return package
+        return blob
+
+    def read_package(self, manifest: Manifest) -> bytes:
+        """Return the package's bytes, every size and digest checked.
+
+        Raises UntrustedArtifact or CorruptArtifact naming the file; nothing unverified is returned.
+        """
+        return _unpacked(self.read_blob(manifest), manifest, self.blob_path(manifest))
 
     def intact(self, program: str, bucket: Bucket, key: str) -> Manifest | None:
         """Return the manifest of one key if all its bytes are good, else None: then a build replaces it."""
@@ -284,9 +285,7 @@ class Store:
         place = Path("blobs", f"{manifest.blob_digest}.zst")
         if len(blob) != manifest.blob_size or hashlib.sha256(blob).hexdigest() != manifest.blob_digest:
             raise CorruptArtifact(f"{place}: its bytes are not those that were published")
-        package = _decompress(blob, manifest.package_size, place)
-        if hashlib.sha256(package).hexdigest() != manifest.package_digest:
-            raise CorruptArtifact(f"{place}: the package inside is not the one published")
+        package = _unpacked(blob, manifest, place)
         check_archive(package, str(manifest))
         beside = {ORIGIN_SUFFIX: origin_document(origin), SIGNATURE_SUFFIX: signature}
         return self._add(manifest, package, blob, lambda path: _try_package(path, manifest), beside)
@@ -421,6 +420,14 @@ def _try_package(path: Path, manifest: Manifest) -> None:
 
     spec = manifest.key_inputs.call_spec
     try_packages([Trial(str(manifest), str(path), spec, spec.device_type)])
+
+
+def _unpacked(blob: bytes, manifest: Manifest, path: Path) -> bytes:
+    """Return the package in a blob whose digest has been checked."""
+    package = _decompress(blob, manifest.package_size, path)
+    if hashlib.sha256(package).hexdigest() != manifest.package_digest:
+        raise CorruptArtifact(f"{path}: the package inside is not the one published", REBUILD_HINT)
+    return package
 
 
 def _decompress(blob: bytes, size: int, path: Path) -> bytes:

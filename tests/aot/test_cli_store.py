@@ -8,8 +8,9 @@ import pytest
 
 from aot import console
 from aot.cli import cli
-from aot.collect import LOCK_NAME, collect, named_keys
+from aot.collect import collect, named_keys
 from aot.errors import ConfigError, UserError
+from aot.lockfile import FILE_NAME
 from aot.manifest import Manifest
 from aot.store import MARKER, Store
 from tests.support.stores import check_whole, package_bytes, publish
@@ -52,7 +53,7 @@ def lock_file(folder: Path, *manifests: Manifest) -> Path:
         {"program": m.program, "bucket": str(m.bucket), "key": m.key, "package_digest": m.package_digest}
         for m in manifests
     ]
-    path = folder / LOCK_NAME
+    path = folder / FILE_NAME
     path.write_text(json.dumps({"artifacts": entries}))
     return path
 
@@ -229,7 +230,7 @@ def test_gc_follows_links_and_refuses_what_it_cannot_read(tmp_path: Path, store:
     (runs / "run1").symlink_to(tmp_path / "elsewhere" / "run1")
     (runs / "ring").symlink_to(runs)
     assert named_keys([runs]) == {manifest.key for manifest in store.manifests()}
-    lock = runs / "run2" / LOCK_NAME
+    lock = runs / "run2" / FILE_NAME
     lock.parent.mkdir()
     lock.symlink_to(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"run2.*no such file"):

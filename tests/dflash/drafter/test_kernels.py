@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from aot.trace import trace
+from aot.trace import torch_release, trace
 from dflash.config import LossConfig
 from dflash.drafter.loss import Slots, fused_loss_and_gradient, loss_and_gradient
 from dflash.drafter.programs import TrainStep
@@ -27,7 +27,9 @@ cases = settings(deadline=None, max_examples=25, suppress_health_check=list(Heal
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the child")
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 refuses interpreted kernels")
+@pytest.mark.skipif(
+    torch_release(torch.__version__) < (2, 12), reason="torch 2.11 refuses interpreted kernels"
+)
 def test_interpreted():
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "interpreted_", __file__],
