@@ -1,4 +1,4 @@
-"""Faults: the toy's artifacts, and the totals that a run prints at its end."""
+"""Faults: an empty store, a package, and the totals that a run prints at its end."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,21 +7,8 @@ import pytest
 
 from aot.store import Store
 from tests.support.stores import package_bytes
-from tests.support.toy import copied, session_store
 
 Total = Callable[[str, int], None]
-
-
-@pytest.fixture(scope="session")
-def toy_store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """A store with the toy's SMALL and LARGE artifacts. Shared: read only."""
-    return session_store(tmp_path_factory.getbasetemp())
-
-
-@pytest.fixture
-def own_store(toy_store: Store, tmp_path: Path) -> Store:
-    """A copy of the toy store that a test may damage."""
-    return copied(toy_store, tmp_path / "store")
 
 
 @pytest.fixture
