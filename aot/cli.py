@@ -202,7 +202,7 @@ def build(
         raise ConfigError("`--dry-run` lists what this machine lacks", "leave out `--target` and `--check`")
     from aot.compile import build as build_all
     from aot.compile import check as check_all
-    from aot.lockfile import update_lock
+    from aot.lockfile import check_place, update_lock
     from aot.store import Store
 
     run = Run.load(run_file, overrides, factory_name, buckets_text)
@@ -222,6 +222,7 @@ def build(
         with console.Steps(2 * len(requests), "check") as steps:
             checked = check_all(requests, store, jobs or _default_jobs(), progress=lambda e: _show(steps, e))
         return show_checks(checked, as_json)
+    check_place(lock_path)
     with console.Steps(len(requests), "build") as steps:
         results = build_all(
             requests,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Level = Literal["ok", "note", "warning", "error"]
 
 #: Inclusive ranges of minor versions that the project is tested with.
-TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.10", "5.24")}
+TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.10", "5.25")}
 TESTED_PYTHON = ((3, 11), (3, 13))
 SERVING_STACKS = (
     "aphrodite-engine",

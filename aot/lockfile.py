@@ -121,13 +121,26 @@ def write_lock(path: Path, lock: Lock) -> None:
         replace_file(path, content)
 
 
+def check_place(path: Path) -> None:
+    """Find out before long work whether a lock file can be written after it. Raises ConfigError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"no lock file can be written to '{path}': {error.strerror}",
+            "name another one with `--lock PATH`",
+        ) from None
+    if path.is_dir():
+        raise ConfigError(f"'{path}' is a folder, not a lock file", f"e.g. `--lock {path / FILE_NAME}`")
+
+
 def update_lock(path: Path, manifests: Iterable[Manifest], whole: bool) -> None:
     """Name newly built artifacts. `whole`: they are all of the run, other entries go; else those are kept.
 
     Two builds that write at once keep each other's entries. Raises CorruptArtifact or ConfigError when
     entries of a file that cannot be read would have to be kept.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    check_place(path)
     with _alone_in(path.parent):
         try:
             kept = {} if whole or not path.exists() else read_lock(path)

@@ -81,7 +81,7 @@ def speculative_decode(
 ) -> Decoded:
     """Continue `prompt_ids` int64 [L], L >= 1, until an end token or `max_new_tokens` tokens."""
     drafter = Drafter(config, params, target)
-    cache, features, logits_LV = target.prefill(prompt_ids)
+    cache, features, logits_LV = target.prefill(prompt_ids, rewind=config.block_size - 1)
     tokens, yields, passes = [int(logits_LV[-1].argmax())], [], 1
     while len(tokens) < max_new_tokens and tokens[-1] not in target.end_ids:
         drafts = drafter.propose(features, tokens[-1]).tolist()

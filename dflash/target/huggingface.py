@@ -149,14 +149,18 @@ class HuggingFaceTarget:
 
     def _batch(self, documents: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """`features` of documents that are run as one padded batch."""
-        lengths = [len(document) for document in documents]
-        padded_NL = torch.nn.utils.rnn.pad_sequence([d.to(self.device) for d in documents], batch_first=True)
-        captured = self._forward(padded_NL)
-        length_N1 = torch.tensor(lengths, device=self.device)[:, None]
-        real_NL = torch.arange(padded_NL.shape[1], device=self.device) < length_N1
-        features_SF = torch.cat([captured[i][real_NL] for i in self.layer_ids], dim=-1)
-        hidden_SH = captured[FINAL_NORM][real_NL]
-        return list(zip(features_SF.split(lengths), hidden_SH.split(lengths), strict=True))
+        padded_NL = torch.nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
+        if self.device.type == "cuda" and padded_NL.device.type == "cpu":
+            padded_NL = padded_NL.pin_memory()
+        captured = self._forward(padded_NL.to(self.device, non_blocking=True))
+        # Cut by lengths that the host knows: an index of the padding would have to wait for the device.
+        return [
+            (
+                torch.cat([captured[i][row, : len(document)] for i in self.layer_ids], dim=-1),
+                captured[FINAL_NORM][row, : len(document)],
+            )
+            for row, document in enumerate(documents)
+        ]
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -164,14 +168,19 @@ class HuggingFaceTarget:
         ids = self.model.generation_config.eos_token_id
         return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
 
-    def prefill(self, input_ids: Tensor) -> tuple[Cache, Tensor, Tensor]:
-        """Run a prompt int64 [L] into a fresh, rewindable cache; returns it with `extend`'s results."""
+    def prefill(self, input_ids: Tensor, rewind: int) -> tuple[Cache, Tensor, Tensor]:
+        """Run a prompt int64 [L] into a fresh cache; returns it with `extend`'s results.
+
+        `rewind` is the most tokens that a `rewind` will ever take back at once.
+        """
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self.model.config)
         features_LF, logits_LV = self.extend(input_ids, cache)
-        # From here on each `extend` keeps what a `rewind` needs, also of sliding and linear attention.
-        cache.activate_past_recording()
+        # From here on each `extend` keeps what a `rewind` needs, also of sliding and linear attention; the
+        # states of linear attention one by one since transformers 5.25.
+        keeps = "kwargs" in inspect.signature(cache.activate_past_recording).parameters
+        cache.activate_past_recording(**({"recurrent_states_to_keep": rewind} if keeps else {}))
         return cache, features_LF, logits_LV
 
     @staticmethod

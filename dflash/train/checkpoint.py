@@ -227,8 +227,11 @@ def load_masters(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / MASTERS)
 
 
-def restore(folder: Path, replicas: list[Replica]) -> None:
-    """Load masters and moments into every replica; raises CorruptCheckpoint if names or shapes differ."""
+def restore(folder: Path, replicas: list[Replica], updates: int) -> None:
+    """Load masters and moments after `updates` updates into every replica.
+
+    Raises CorruptCheckpoint if names or shapes differ.
+    """
     from safetensors.torch import load_file
 
     masters, moments = load_masters(folder), load_file(folder / MOMENTS)
@@ -239,7 +242,7 @@ def restore(folder: Path, replicas: list[Replica]) -> None:
         if {name: tensor.shape for name, tensor in stored.items()} != expected:
             raise CorruptCheckpoint(f"checkpoint '{folder}' holds tensors of another drafter")
     for replica in replicas:
-        replica.load_state(masters, first, second)
+        replica.load_state(masters, first, second, updates)
 
 
 def _moments(replica: Replica) -> Iterator[tuple[str, str, torch.Tensor]]:

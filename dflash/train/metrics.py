@@ -43,15 +43,25 @@ class Sums:
 
     values: dict[str, np.ndarray] = field(default_factory=dict)
 
+    @staticmethod
+    def flat(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The metrics of one call end to end, float64 [n], on its device."""
+        import torch
+
+        return torch.cat([outputs[name].detach().reshape(-1) for name in SUMMED]).double()
+
+    @classmethod
+    def unflat(cls, flat: torch.Tensor) -> Sums:
+        """What `flat` gave, brought to the host."""
+        values = flat.numpy()
+        slots = (len(values) - sum(not name.startswith("slot_") for name in SUMMED)) // 3
+        sizes = [slots if name.startswith("slot_") else 1 for name in SUMMED]
+        return cls(dict(zip(SUMMED, np.split(values, np.cumsum(sizes)[:-1]), strict=True)))
+
     @classmethod
     def of(cls, outputs: Mapping[str, torch.Tensor]) -> Sums:
         """Read the metrics of one call; one transfer from the device, so it waits for the call to end."""
-        import torch
-
-        flat = torch.cat([outputs[name].detach().reshape(-1) for name in SUMMED]).double().cpu().numpy()
-        sizes = [outputs[name].numel() for name in SUMMED]
-        parts = np.split(flat, np.cumsum(sizes)[:-1])
-        return cls(dict(zip(SUMMED, parts, strict=True)))
+        return cls.unflat(cls.flat(outputs).cpu())
 
     @classmethod
     def total(cls, parts: Iterable[Sums]) -> Sums:

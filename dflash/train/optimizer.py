@@ -2,8 +2,9 @@
 
 One `Replica` per device holds the parameters that the program reads (in the drafter's dtype), their fp32
 masters and Adam's moments. Workers on one device share it: they only read, between updates. In float32 the
-parameters are the masters themselves. Written out because `torch.optim` imports Dynamo on first use, and
-training must not.
+parameters are the masters themselves. An update never waits for the device: whether the gradient is finite,
+its norm and how many updates there were stay on it. The fused operator is called directly because
+`torch.optim` imports Dynamo on first use, and training must not.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from dflash.config import TrainConfig
 
 Tensors = dict[str, torch.Tensor]
+#: Beside a worker's gradient sums: how many valid anchors they come from, float32 [1].
+ANCHORS = "anchors"
 
 
 def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
@@ -57,29 +60,51 @@ class Replica:
         )
         self.first: Tensors = {name: torch.zeros_like(master) for name, master in self.masters.items()}
         self.second: Tensors = {name: torch.zeros_like(master) for name, master in self.masters.items()}
+        #: How many updates there were, float32 0-d.
+        self.updates = torch.zeros((), device=device)
 
-    def step(self, grads: Mapping[str, torch.Tensor], updates: int, lr: float, config: TrainConfig) -> None:
-        """Apply update number `updates` (from 1) in place. Only matrices decay: norms stay near 1."""
-        beta1, beta2 = config.betas
-        step_size = lr / (1 - beta1**updates)
-        second_correction = math.sqrt(1 - beta2**updates)
-        for name, master in self.masters.items():
-            grad, first, second = grads[name], self.first[name], self.second[name]
-            first.lerp_(grad, 1 - beta1)
-            second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            if master.ndim >= 2:
-                master.mul_(1 - lr * config.weight_decay)
-            denominator = second.sqrt().div_(second_correction).add_(config.adam_eps)
-            master.addcdiv_(first, denominator, value=-step_size)
-            if self.params is not self.masters:
-                self.params[name].copy_(master)
+    def step(self, total: Mapping[str, torch.Tensor], lr: float, config: TrainConfig) -> torch.Tensor:
+        """Apply one update in place, from gradient sums by name and their ANCHORS; both are consumed.
 
-    def load_state(self, masters: Tensors, first: Tensors, second: Tensors) -> None:
-        """Overwrite masters, moments and parameters in place, by name."""
+        Returns the norm of the mean gradient before clipping, 0-d. If that is not finite, as it is without
+        any anchor, nothing changes. Only matrices decay: norms stay near 1.
+        """
+        norm = gradient_norm({name: total[name] for name in self.masters}) / total[ANCHORS][0]
+        skip = (~norm.isfinite()).float()
+        self.updates.add_(1 - skip)
+        divisor = total[ANCHORS][0] * norm.clamp(min=config.clip) / config.clip
+        for matrices, decay in ((True, config.weight_decay), (False, 0.0)):
+            names = [name for name, master in self.masters.items() if (master.ndim >= 2) is matrices]
+            torch._fused_adamw_(
+                [self.masters[name] for name in names],
+                [total[name] for name in names],
+                [self.first[name] for name in names],
+                [self.second[name] for name in names],
+                [],
+                [self.updates] * len(names),
+                lr=lr,
+                beta1=config.betas[0],
+                beta2=config.betas[1],
+                weight_decay=decay,
+                eps=config.adam_eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=divisor,
+                found_inf=skip,
+            )
+        self._follow()
+        return norm
+
+    def _follow(self) -> None:
+        """Have the parameters follow their masters."""
+        if self.params is not self.masters:
+            torch._foreach_copy_(list(self.params.values()), list(self.masters.values()))
+
+    def load_state(self, masters: Tensors, first: Tensors, second: Tensors, updates: int) -> None:
+        """Overwrite masters, moments and parameters in place, by name, and the number of updates."""
         for own, stored in ((self.masters, masters), (self.first, first), (self.second, second)):
             assert own.keys() == stored.keys()
             for name, tensor in own.items():
                 tensor.copy_(stored[name])
-        if self.params is not self.masters:
-            for name, param in self.params.items():
-                param.copy_(self.masters[name])
+        self.updates.fill_(updates)
+        self._follow()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 Tensors = dict[str, torch.Tensor]
 
@@ -47,10 +47,3 @@ def sum_gradients(
                 tensor.copy_(total[name])
             totals[device] = grads
     return totals
-
-
-def scale_gradients(totals: Mapping[torch.device, Tensors], factor: float) -> None:
-    """Multiply every total in place by `factor`."""
-    for grads in totals.values():
-        for grad in grads.values():
-            grad.mul_(factor)

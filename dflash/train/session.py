@@ -290,7 +290,7 @@ def make_replicas(config: RunConfig, devices: Sequence[torch.device]) -> dict[to
 def restored(stored: tuple[Path, checkpoint.State], replicas: Mapping[torch.device, Replica]) -> Progress:
     """Load the checkpoint into the replicas and return how far it is."""
     folder, state = stored
-    checkpoint.restore(folder, list(replicas.values()))
+    checkpoint.restore(folder, list(replicas.values()), state.updates)
     note(f"resuming after step {state.step} from {folder}")
     fresh = Progress()
     return Progress(state.step, state.updates, {**fresh.counters, **state.counters})

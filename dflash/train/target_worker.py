@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,6 +48,41 @@ def spans(packed: PackedBatch) -> tuple[Span, ...]:
     return tuple(found)
 
 
+class Courier:
+    """Brings tensors from one device to another beside what both compute, on streams of its own."""
+
+    def __init__(self, source: torch.device, destination: torch.device):
+        self._destination = destination
+        apart = source != destination and destination.type == "cuda"
+        # The destination's stream last: entered last, its device is the current one.
+        self._streams = [
+            torch.cuda.Stream(device) for device in (source, destination) if apart and device.type == "cuda"
+        ]
+
+    def bring(
+        self, tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], torch.cuda.Event | None]:
+        """Return the tensors on the destination, and the event of their arrival if that is a GPU."""
+        if self._destination.type != "cuda":
+            return {name: tensor.to(self._destination) for name, tensor in tensors.items()}, None
+        with contextlib.ExitStack() as stack:
+            for stream in self._streams:
+                if stream.device != self._destination:
+                    stream.wait_stream(torch.cuda.current_stream(stream.device))
+                stack.enter_context(torch.cuda.stream(stream))
+            brought = {name: self._moved(tensor) for name, tensor in tensors.items()}
+            return brought, torch.cuda.current_stream(self._destination).record_event()
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device == self._destination:
+            return tensor
+        if tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()
+        else:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return tensor.to(self._destination, non_blocking=True)
+
+
 class TargetWorker:
     """The body of one target thread; `documents` is {program: the split it reads}."""
 
@@ -76,6 +112,7 @@ class TargetWorker:
     ) -> None:
         """Work until the rounds end or the hub stops."""
         positions = [0] * len(queues)
+        couriers = {device: Courier(self.device, device) for device in drafter_devices}
         with on(self.device), torch.no_grad():
             for work in rounds:
                 for item in work.items:
@@ -89,15 +126,12 @@ class TargetWorker:
                     packed, features = self._features(item)
                     hub.does(self.name, f"waiting to deliver {item}")
                     self.waited_s += queues[drafter].admit(position)
-                    inputs = {
-                        name: tensor.to(drafter_devices[drafter], non_blocking=True)
-                        for name, tensor in {**features, **packed.tensors}.items()
-                    }
-                    queues[drafter].put(position, Delivery(item, inputs, spans(packed)))
+                    inputs, arrived = couriers[drafter_devices[drafter]].bring({**features, **packed.tensors})
+                    queues[drafter].put(position, Delivery(item, inputs, spans(packed), arrived))
 
     def _features(self, item: WorkItem) -> tuple[PackedBatch, dict[str, torch.Tensor]]:
         packed = load_batch(
             self._documents[item.program], item.batch, self._config, seed=self._seed, epoch=item.epoch
         )
-        outputs = self._target.features([ids.to(self.device) for ids in packed.token_ids])
+        outputs = self._target.features(packed.token_ids)
         return packed, packed_features(outputs, item.batch.bucket.tokens, self._dtype)

@@ -9,6 +9,7 @@ run=scripts/gpu/smollm2-gpu.toml
 mkdir -p "$(dirname "$log")"
 model=.cache/smollm2-135m-instruct
 lock="--lock runs/smollm2-gpu.lock"
+export DFLASH_AOT_STORE=${DFLASH_AOT_STORE:-artifacts/store}
 
 prove() {
     date -u +%F
@@ -34,8 +35,8 @@ print("Python", sys.version.split()[0], "torch", torch.__version__, "triton", tr
         echo "($((SECONDS - begun)) s)"
     done
     echo
-    echo "\$ python3 -m pytest -m gpu tests/gpu"
-    python3 -m pytest -m gpu tests/gpu -s
+    echo "\$ python3 -m pytest -m gpu tests/gpu/test_flex_step.py tests/gpu/test_worker.py"
+    python3 -m pytest -m gpu tests/gpu/test_flex_step.py tests/gpu/test_worker.py -s
 }
 
 prove 2>&1 | tee "$log"

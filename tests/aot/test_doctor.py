@@ -71,11 +71,11 @@ def test_the_racing_flag_is_a_note_that_says_why_artifacts_matter() -> None:
     ("torch_version", "transformers", "complaint"),
     [
         ("2.11.0", "5.10.0", None),
-        ("2.13.1+cu130", "5.24.3", None),
+        ("2.13.1+cu130", "5.25.3", None),
         ("2.10.9", "5.24.0", "torch 2.10.9"),
         ("2.14.1", "5.24.0", "torch 2.14.1"),
         ("2.13.0", "4.57.1", "transformers 4.57.1"),
-        ("2.13.0", "5.25.0", "transformers 5.25.0"),
+        ("2.13.0", "5.26.0", "transformers 5.26.0"),
     ],
 )
 def test_versions_outside_the_tested_range_are_warnings(

@@ -16,6 +16,7 @@ from aot.errors import ConfigError, CorruptArtifact, StaleArtifact
 from aot.lockfile import (
     LockedArtifact,
     LockMismatch,
+    check_place,
     lock_differences,
     lock_of,
     lock_text,
@@ -215,3 +216,12 @@ def test_a_damaged_lock_file_that_part_of_a_run_cannot_change_names_what_can(tmp
     with pytest.raises(CorruptArtifact) as caught:
         update_lock(path, [made_up()], whole=False)
     assert "`dflash-aot build RUN` without `--buckets`" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("place", ["file/artifacts.lock", "folder"])
+def test_a_place_where_no_lock_file_can_be_is_told_before_any_work(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=str(tmp_path / place)) as raised:
+        check_place(tmp_path / place)
+    assert "--lock" in raised.value.hint

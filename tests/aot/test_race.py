@@ -1,11 +1,8 @@
 """Compiled calls beside a thread that traces: artifacts are right, torch.compile is not before torch 2.14."""
 
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -14,17 +11,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from aot.runtime import LoadedArtifact, PreparedArtifact, prepare
 from aot.store import Store
+from tests.support.race import GLOBAL_FLAG, WAIT_S, FreeRace, equal
 from tests.support.toy import SMALL, ToyStep, toy_step
 
 CPU = torch.device("cpu")
 PROGRAM = ToyStep()
 NAMES = PROGRAM.call_spec(SMALL).input_names
-# From 2.14 on the flag is thread-local: no other thread can see it.
-GLOBAL_FLAG = isinstance(symbolic_trace._is_fx_tracing_flag, bool)
-WAIT_S = 120.0
-
-Outputs = Mapping[str, torch.Tensor]
-MakeCall = Callable[[], Callable[[dict[str, torch.Tensor]], Outputs]]
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +28,6 @@ def prepared(toy_store: Store, tmp_path_factory: pytest.TempPathFactory) -> Prep
 
 def inputs(seed: int) -> dict[str, torch.Tensor]:
     return dict(zip(NAMES, PROGRAM.example_inputs(SMALL, seed, CPU), strict=True))
-
-
-def equal(ours: Outputs, expected: Outputs) -> bool:
-    return all(torch.equal(ours[name], tensor) for name, tensor in expected.items())
 
 
 @contextmanager
@@ -87,85 +75,6 @@ def test_compiled_calls_fail_in_the_same_harness_before_torch_2_14() -> None:
     compiled(*arguments)
 
 
-@dataclass
-class FreeRace:
-    """Callers that only count calls made while the tracer traces, and a tracer that never waits for them.
-
-    A caller spends its turn only while the flag is up and gives the interpreter away otherwise: a naive loop
-    of calls starves the tracer and then races with nothing.
-    """
-
-    wanted_calls: int
-    wanted_traces: int
-    threads: int = 3
-    calls: Counter[int] = field(default_factory=Counter)
-    traces: int = 0
-    errors: list[BaseException] = field(default_factory=list)
-    tracing: bool = False
-    done: threading.Event = field(default_factory=threading.Event)
-
-    def flag(self) -> bool:
-        return symbolic_trace._is_fx_tracing_flag is True if GLOBAL_FLAG else self.tracing
-
-    def trace(self) -> None:
-        def traced(x: torch.Tensor) -> torch.Tensor:
-            self.tracing = True
-            for _ in range(20):
-                x = torch.sin(x) * 2
-            self.tracing = False
-            return x
-
-        with self.recorded():
-            while not self.finished():
-                make_fx(traced)(torch.ones(4))
-                self.traces += 1
-
-    def call(
-        self, index: int, make: Callable[[], Callable[[dict[str, torch.Tensor]], Outputs]], expected
-    ) -> None:
-        with self.recorded():
-            function = make()
-            mine = inputs(index)
-            while not self.finished():
-                if not self.flag():
-                    time.sleep(0)
-                    continue
-                if self.calls[index] >= self.wanted_calls // self.threads + 1:
-                    # Enough calls: wait for the traces, without being in their way.
-                    time.sleep(0.001)
-                    continue
-                outputs = function(mine)
-                self.calls[index] += 1
-                assert equal(outputs, expected[index]), f"caller {index}: other outputs than single-threaded"
-                time.sleep(0)
-
-    def finished(self) -> bool:
-        enough = self.calls.total() >= self.wanted_calls and self.traces >= self.wanted_traces
-        return enough or self.done.is_set()
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """An exception in any thread ends the race and fails the test."""
-        try:
-            yield
-        except BaseException as error:
-            self.errors.append(error)
-        finally:
-            if self.errors:
-                self.done.set()
-
-    def run(self, make: MakeCall, expected: list[Outputs]) -> None:
-        threads = [threading.Thread(target=self.trace)]
-        threads += [threading.Thread(target=self.call, args=(i, make, expected)) for i in range(self.threads)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WAIT_S)
-        still_running = [thread.name for thread in threads if thread.is_alive()]
-        self.done.set()
-        assert not still_running, f"{self.calls.total()} calls beside {self.traces} traces after {WAIT_S} s"
-
-
 def test_ten_thousand_artifact_calls_that_raced_with_traces_are_bit_equal(prepared: PreparedArtifact) -> None:
     single = prepared.load(CPU)
     expected = [single(inputs(index)) for index in range(3)]
@@ -176,7 +85,7 @@ def test_ten_thousand_artifact_calls_that_raced_with_traces_are_bit_equal(prepar
         return loaded[-1]
 
     race = FreeRace(wanted_calls=10_000, wanted_traces=100)
-    race.run(make, expected)
+    race.run(make, [inputs(index) for index in range(3)], expected)
     assert race.errors == []
     assert race.calls.total() >= 10_000
     assert min(race.calls.values()) > 1_000
@@ -190,5 +99,9 @@ def test_the_free_running_harness_catches_compiled_calls() -> None:
     names = PROGRAM.call_spec(SMALL).output_names
     expected = [dict(zip(names, compiled(*inputs(index).values()), strict=True)) for index in range(3)]
     race = FreeRace(wanted_calls=1_000, wanted_traces=100)
-    race.run(lambda: lambda named: dict(zip(names, compiled(*named.values()), strict=True)), expected)
+    race.run(
+        lambda: lambda named: dict(zip(names, compiled(*named.values()), strict=True)),
+        [inputs(index) for index in range(3)],
+        expected,
+    )
     assert any("symbolically trace" in str(error) for error in race.errors)

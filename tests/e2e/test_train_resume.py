@@ -13,7 +13,7 @@ from tests.support.training import final_bytes, finish, rows, start, wait_for_st
 
 #: 12 steps of 3 micro-batches.
 SETTINGS = ("--set", "output.checkpoint_every=3", "--set", "output.keep_last=2", "--set", "eval.eval_every=5")
-TIMES = {"seconds", "ktok_per_s", "drafter_wait_s", "target_wait_s"}
+TIMES = {"seconds", "ktok_per_s", "drafter_wait_s", "drafter_busy", "target_wait_s"}
 
 #: Places of the run, as module:function:call; the killed process dies before that call.
 KILL_POINTS = {

@@ -77,7 +77,7 @@ def test_killed_and_resumed_equals_uninterrupted_to_the_bit(tiny, tmp_path):
     assert code == EXIT_OK, said
     assert f"resuming after step {resumed_from}" in said
     assert final_bytes(broken) == final_bytes(whole)
-    timing = {"seconds", "ktok_per_s", "drafter_wait_s", "target_wait_s"}
+    timing = {"seconds", "ktok_per_s", "drafter_wait_s", "drafter_busy", "target_wait_s"}
     kept, expected = (
         [{key: value for key, value in row.items() if key not in timing} for row in rows(output)]
         for output in (broken, whole)

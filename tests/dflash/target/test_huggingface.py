@@ -110,7 +110,7 @@ def test_threads_inside_one_model_at_once_do_not_mix_their_features(target):
 def test_extending_and_rewinding_a_cache_equals_a_fresh_run(make_model):
     target = HuggingFaceTarget(make_model(), LAYER_IDS, CPU)
     prompt, wrong, right = make_documents(1, (7, 5, 4))
-    cache, _, _ = target.prefill(prompt)
+    cache, _, _ = target.prefill(prompt, rewind=len(wrong))
     target.extend(torch.cat([right[:2], wrong]), cache)
     target.rewind(cache, len(wrong))
     features_LF, logits_LV = target.extend(right[2:], cache)

@@ -13,7 +13,7 @@ import torch
 from aot.errors import ConfigError
 from dflash.config import TrainConfig
 from dflash.train import checkpoint
-from dflash.train.optimizer import Replica
+from dflash.train.optimizer import ANCHORS, Replica
 
 SHAPES = {"fc.weight": (4, 8), "norm.weight": (4,)}
 EXTRA = {"environment.json": "{}", "run.toml": "name = 'x'\n"}
@@ -24,7 +24,7 @@ def replica(seed, dtype=torch.float32):
     weights = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     made = Replica(weights, dtype, torch.device("cpu"))
     grads = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-    made.step(grads, 1, 1e-3, TrainConfig())
+    made.step({**grads, ANCHORS: torch.ones(1)}, 1e-3, TrainConfig())
     return made
 
 
@@ -51,7 +51,8 @@ def test_what_was_saved_is_restored_to_the_bit(tmp_path, dtype):
     saved, fresh = replica(1, dtype), replica(2, dtype)
     folder = checkpoint.save(tmp_path, state(7), saved, EXTRA, 3)
     assert not same(saved, fresh)
-    checkpoint.restore(folder, [fresh])
+    checkpoint.restore(folder, [fresh], 4)
+    assert fresh.updates == 4
     assert same(saved, fresh)
     assert checkpoint.latest(tmp_path) == (folder, state(7))
     assert (folder / "run.toml").read_text() == EXTRA["run.toml"]
@@ -204,7 +205,7 @@ def test_tensors_of_another_drafter_are_refused(tmp_path):
     folder = save(tmp_path, 5)
     other = Replica({"fc.weight": torch.zeros(4, 9)}, torch.float32, torch.device("cpu"))
     with pytest.raises(checkpoint.CorruptCheckpoint, match="another drafter"):
-        checkpoint.restore(folder, [other])
+        checkpoint.restore(folder, [other], 1)
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path):
