@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# Inductor's own sources repeat every compile command, and the loader does not need them.
+# Inductor's own sources repeat every compile command; the loader reads none of them.
 SOURCES = (".cpp", ".h", ".kernel_metadata.json")
+# But torch 2.11's makes the name of the metadata from this one's, so it stays, empty.
+NAMESAKE = ".wrapper.cpp"
 # What every machine has in these places tells nothing.
 COMMON = ("/", "/usr", "/usr/local", "/opt", "/tmp", "/var/tmp", "/home")
 EPOCH = (1980, 1, 1, 0, 0, 0)
@@ -50,11 +52,13 @@ def canonical_package(package: bytes, paths: Iterable[bytes]) -> bytes:
         zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as canonical,
     ):
         for name in sorted(archive.namelist()):
-            if not name.endswith(SOURCES):
-                member = zipfile.ZipInfo(name, EPOCH)
-                member.create_system = 3
-                member.external_attr = 0o100644 << 16
-                canonical.writestr(member, blanked(archive.read(name), paths))
+            if name.endswith(SOURCES) and not name.endswith(NAMESAKE):
+                continue
+            member = zipfile.ZipInfo(name, EPOCH)
+            member.create_system = 3
+            member.external_attr = 0o100644 << 16
+            content = b"" if name.endswith(NAMESAKE) else blanked(archive.read(name), paths)
+            canonical.writestr(member, content)
     return buffer.getvalue()
 
 
