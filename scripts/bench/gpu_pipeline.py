@@ -1,6 +1,6 @@
 """How the pipeline of a run kept its workers busy, and how its drafter grew, from the run's metrics.
 
-    PYTHONPATH=scripts python scripts/bench/gpu_pipeline.py runs/smollm2-train
+    python scripts/bench/gpu_pipeline.py runs/smollm2-train
 
 Medians over the training steps after the first ones, in which queues fill and kernels load.
 """
@@ -9,7 +9,7 @@ import argparse
 import statistics
 from pathlib import Path
 
-from dflash.train.metrics import FILE_NAME, read_rows
+from dflash.train.metrics import FILE_NAME, eval_line, read_rows
 
 WARM = 20
 COLUMNS = (
@@ -25,7 +25,7 @@ COLUMNS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("run", type=Path, help="the output folder of a run")
-    rows = list(read_rows(parser.parse_args().run / FILE_NAME))
+    rows = read_rows(parser.parse_args().run / FILE_NAME)
     steps = [row for row in rows if row["kind"] == "train"]
     if len(steps) <= WARM:
         raise SystemExit(f"error: {len(steps)} training steps; the first {WARM} do not count")
@@ -35,10 +35,9 @@ def main() -> None:
     )
     for title, key, scale in COLUMNS:
         print(f"{title:24s} {scale * statistics.median(row[key] for row in steps[WARM:]):8.2f}")
-    print("\nstep   held-out token CE   acceptance length")
     for row in rows:
         if row["kind"] == "eval":
-            print(f"{row['step']:5d} {row['token_ce']:19.4f} {row['accept_length']:19.3f}")
+            print(eval_line(row))
 
 
 if __name__ == "__main__":
